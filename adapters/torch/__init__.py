@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch's DTensor, whose import takes longer than all else here."""
+    """Import what needs torch's DTensor, whose import takes longer than all others here."""
     if name == "LayerNormColwiseParallel":
         from .linear.colwise import LayerNormColwiseParallel
 

@@ -1,4 +1,4 @@
-"""`decompositions`: cunorm's operators in torch's own, for a compiler or an exporter that is to know none of ours."""
+"""`decompositions`: cunorm's operators in torch's own, for a compiler or an exporter that must not see ours."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .norm import operators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """A table of what each operator of cunorm is in torch's own operators, for whoever asks for it.
+    """Return a table that has, for each operator of cunorm, a function that computes it by torch's own operators.
 
-    Calls and modules always run cunorm's kernels on CUDA tensors, under torch.compile and in an exported program too:
-    nothing is registered anywhere. A program is without cunorm's operators only where this table is handed to what
-    makes it: `ExportedProgram.run_decompositions`, `torch._dynamo.backends.common.aot_autograd(decompositions=...)` or
-    `make_fx(decomposition_table=...)`. Such a program needs no cunorm to run, and its norms are not cunorm's kernels.
+    Nothing is registered: calls and modules run cunorm's kernels on CUDA tensors, under torch.compile and in an
+    exported program too. A program is without cunorm's operators only if this table is handed to what makes it:
+    `ExportedProgram.run_decompositions`, `torch._dynamo.backends.common.aot_autograd(decompositions=...)` or
+    `make_fx(decomposition_table=...)`. Such a program needs no cunorm to run, and does not use cunorm's kernels.
 
     Returns
     -------
     dict of operator to callable
-        torch.ops.cunorm.fused_norm and norm_linear, and the `_forward` and `_backward` of each, their
-        `.default`. A new one with every call, to be joined with others.
+        The keys are the `.default` of torch.ops.cunorm.fused_norm, norm_linear, and the `_forward` and `_backward` of
+        each. Every call returns a new dictionary, which may be joined with others.
 
     Notes
     -----
-    Arithmetic as the kernels' is: in float32 (float64 for float64 x), with one rounding at the end. `sm_margin` is of
-    no meaning there. `torch.onnx.export(module, ..., dynamo=True)` needs no table: while it traces, calls and modules
-    use torch's own operators. A program that was exported before is first decomposed, as below.
+    The arithmetic is that of the kernels: in float32 (float64 for float64 x), with one rounding at the end. `sm_margin`
+    has no effect. `torch.onnx.export(module, ..., dynamo=True)` needs no table: while it traces, calls and modules use
+    torch's own operators. A program that was exported before must first be decomposed, as below.
 
     Examples
     --------

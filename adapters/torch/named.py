@@ -96,11 +96,11 @@ def _call_of(
     s_dtype: str | None,
     sm_margins: tuple[int, int, int],
 ) -> calls.Call:
-    """Return what calls with operands of these names have in common."""
+    """Return the Call of a named function with operands of these names."""
     key = (function, flags, names, dtype, s_dtype, sm_margins)
     form = _calls.get(key)
     if form is None:
-        numbers = ("dropped", "factor") if SEED in names else ()  # those of dropout
+        numbers = ("dropped", "factor") if SEED in names else ()  # the numbers of dropout
         operation = operation_of(function, flags, (*names, *numbers))
         kinds = kinds_of(function)
         form = _calls[key] = calls.call_of(function, operation, names, numbers, kinds, dtype, s_dtype, sm_margins)

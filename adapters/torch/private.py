@@ -1,7 +1,7 @@
 """The names of torch that it does not promise to keep. Each is looked up here, once, when cunorm.torch is imported.
 
-One that this version of torch does not have is replaced by what is safe: a public name, or the answer that sends calls
-to the operators or to torch's own norms, or a `Missing` that raises where it is used.
+A name that this version of torch does not have is replaced by something safe: a public name, an answer that sends calls
+to the operators or to torch's own norms, or a `Missing` that raises when it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from ..private import ABSENT, Missing, check_version, has, look_up, miss
 
-# What torch dispatches by. A call asks whether anything is in force that a direct launch would bypass.
+# What torch dispatches by. A call asks whether something is in force that a direct launch would bypass.
 
 BY_OPERATORS = "eager calls on a GPU go through cunorm's operators, tens of microseconds slower"
 
@@ -39,7 +39,7 @@ _Transform = look_up(
     "torch:_C._functorch.CInterpreter", f"under functorch {BY_OPERATORS}, and LayerNormLinear has no FP8", object
 )
 _tracing = look_up("torch:_C._get_tracing_state", BY_OPERATORS, lambda: "unknown")
-# Tensors of autograd.grad(is_grads_batched=True).
+# Whether a tensor is one of autograd.grad(is_grads_batched=True).
 is_batched = look_up(
     "torch:_C._functorch.is_legacy_batchedtensor", f"in backward passes {BY_OPERATORS}", lambda _: True
 )
@@ -61,27 +61,28 @@ def nothing_listens() -> bool:
 
 
 def nothing_else_listens() -> bool:
-    """The same of what `Guards` do not see."""
+    """Whether nothing of that is in force that `Guards` do not see."""
     return (_function_modes() == 0 or _is_default_device()) and forward_ad._current_level < 0
 
 
 def _is_default_device() -> bool:
-    """Whether the only mode of functions is torch.set_default_device's: it changes nothing but where new tensors go."""
+    """Whether the only mode of functions is torch.set_default_device's, which only decides where new tensors go."""
     return _function_modes() == 1 and type(_function_mode(0)) is _DefaultDevice
 
 
 def default_device() -> torch.device | None:
-    """torch's, where somebody has set it: `with torch.device(...)`, torch.set_default_device."""
+    """Return the device of `with torch.device(...)` or torch.set_default_device; None if neither is in force."""
     device, modes = torch.get_default_device(), map(_function_mode, range(_function_modes()))
     return device if device.type != "cpu" or any(type(mode) is _DefaultDevice for mode in modes) else None
 
 
 def under_functorch() -> bool:
-    """Traceable: dynamo has an object of its own for None too."""
+    """Whether a transform of functorch is in force."""
+    # Not `is not None`: dynamo, which traces this, has an object of its own for None.
     return isinstance(_transforms(), (_Transform, str))
 
 
-# Tensors of torch.func.functionalize, which knows no autograd.Function.
+# Whether a tensor is one of torch.func.functionalize, which knows no autograd.Function.
 is_functional = look_up("torch:_is_functional_tensor", "torch.func.functionalize raises on the CPU", lambda _: False)
 
 
@@ -94,9 +95,9 @@ def in_forward_mode() -> bool:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Its `apply` without what torch does for functorch, which `nothing_listens` has excluded: 3 us.
+    """Return the `apply` of a function without what torch does for functorch, which `nothing_listens` has excluded.
 
-    And autograd calls its backward without asking first whether it is called vjp: 1.3 us.
+    Autograd then also calls `backward` without asking first whether it is named vjp. This saves 3 us and 1.3 us.
     """
     if not _HAS_BACKWARD_CLASS:
         return function.apply
@@ -111,7 +112,7 @@ _HAS_BACKWARD_CLASS = has("torch.autograd:Function._backward_cls", "each differe
 
 
 def _guards() -> Any:
-    """torch.compile's guards of tensors; None where they are not as they were."""
+    """Return torch.compile's guards of tensors; None if they do not behave as expected."""
     path, costs = "torch:_C._dynamo.guards.TensorGuards", "no call is known again: each takes some microseconds more"
     guards = look_up(path, costs, ABSENT)
     if guards is ABSENT:
@@ -130,7 +131,7 @@ def _guards() -> Any:
 Guards = _guards()
 
 
-# Memory and streams of a GPU. A torch without CUDA has none of these names.
+# Memory and streams of a GPU. A torch without CUDA has none of these names, and nothing is missed there.
 
 
 def _of_gpu(path: str, public: str, instead: Any) -> Any:
@@ -147,12 +148,12 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 stream = _of_gpu("torch:_C._cuda_getCurrentRawStream", "torch.cuda.current_stream", _stream)
 current_device = _of_gpu("torch:_C._cuda_getDevice", "torch.cuda.current_device", torch.cuda.current_device)
-# What inductor's own code allocates with: a call takes 1.2 us on an H200's host, torch.empty 3.5.
+# Inductor's code allocates with this: a call takes 1.2 us on an H200's host, torch.empty takes 3.5 us.
 empty = _of_gpu("torch:_C._dynamo.guards._empty_strided_cuda", "torch.empty_strided", _empty)
 
 
 def current_stream() -> Any:
-    """The function of torch's library that tells C++ the current stream; None where there is none."""
+    """Return the function of torch's library that tells C++ the current stream; None if there is none."""
     library, name = Path(torch.__file__).parent / "lib/libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"
     try:
         return getattr(ctypes.CDLL(str(library)), name)
@@ -165,7 +166,7 @@ def current_stream() -> Any:
 
 
 def is_graphed_by_inductor() -> bool:
-    """Whether inductor, if it is what compiles, will record a CUDA graph; False where its options have another form."""
+    """Whether inductor, if it is the compiler, will record a CUDA graph; False if its options have another form."""
     config = sys.modules.get("torch._inductor.config")
     return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
 
@@ -174,12 +175,12 @@ _HAS_EXPORT_FLAG = has("torch.compiler:_is_exporting_flag", "compiled norms may 
 
 
 def is_exporting() -> bool:
-    """torch.compiler.is_exporting() is true in torch 2.11 wherever dynamo traces."""
+    """Whether an export is under way. In torch 2.11 torch.compiler.is_exporting() is true wherever dynamo traces."""
     return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else torch.compiler.is_exporting()
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.assume_constant_result, whose import of torch._dynamo takes 1.2 s."""
+    """Do what torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes 1.2 s."""
     function._dynamo_marked_constant = True
     return function
 
@@ -211,14 +212,14 @@ _has_kernel = look_up(
 
 
 def parameters_of(module: nn.Module) -> Any:
-    """A module's own parameters, by name; of those that are registered as None some versions have none."""
+    """Return a module's own parameters by name; in some versions without those that are registered as None."""
     return module._parameters if _HAS_PARAMETERS else dict(module.named_parameters(recurse=False))
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """As `getattr`, which finds it by way of Module.__getattr__: 1 us more."""
+    """Do what `getattr` does, which takes 1 us more because it goes through Module.__getattr__."""
     parameter = module._parameters.get(name)
-    return getattr(module, name) if parameter is None else parameter  # such as one that is parametrised
+    return getattr(module, name) if parameter is None else parameter  # it may be parametrised
 
 
 _HAS_PARAMETERS = "_parameters" in vars(nn.Module())
@@ -234,7 +235,7 @@ _HAS_VERSION = has("torch:Tensor._version", "frozen weights are converted to FP8
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written; None where that cannot be known."""
+    """Return how often a tensor was written to; None if that cannot be known."""
     return tensor._version if _HAS_VERSION and not tensor.is_inference() else None
 
 
@@ -252,7 +253,7 @@ def in_backward_pass() -> bool:
 # Groups of processes.
 
 
-# group_of(name): the process group with that name; RuntimeError where there is none, or none any more.
+# group_of(name) returns the process group of that name; it raises RuntimeError if there is none, or none any more.
 if torch.distributed.is_available():
     group_of = look_up("torch:_C._distributed_c10d._resolve_process_group", "LayerNormLinear cannot run over ranks")
 else:
@@ -260,7 +261,7 @@ else:
 
 
 def symmetric_memory() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """`empty` and `rendezvous` of torch's symmetric memory; None where there is none."""
+    """Return `empty` and `rendezvous` of torch's symmetric memory; None if there is none."""
     costs = "ranks exchange rows by torch.distributed, and ub_* change nothing"
     empty = look_up("torch.distributed._symmetric_memory:empty", costs, ABSENT)
     rendezvous = look_up("torch.distributed._symmetric_memory:rendezvous", costs, ABSENT)
@@ -268,7 +269,7 @@ def symmetric_memory() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def timeout_of(group: Any, device: torch.device) -> int:
-    """Of a group, in milliseconds; torch's default, ten minutes, where it cannot be read."""
+    """Return the timeout of a group in milliseconds; torch's default, ten minutes, if it cannot be read."""
     try:
         return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
     except AttributeError:

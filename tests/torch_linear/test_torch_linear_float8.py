@@ -210,7 +210,7 @@ def test_what_is_refused(device, bad):
     with pytest.raises(bad.error) as caught, autocast():
         module(x, **{"is_first_microbatch": True, **bad.call})
     assert bad.phrase in str(caught.value)
-    assert module._fp8_weights._kept is None
+    assert module._fp8_weights._cached is None
     assert module._fp8_outside is False
     assert all(same(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
     module(x)

@@ -112,8 +112,8 @@ def test_compiled_with_a_break_in_the_graph(device):
     x = inputs(device)[0].detach()
     with autocast():
         assert same(compiled(x, is_first_microbatch=True), module(x))
-        kept = module._fp8_weights._kept
+        kept = module._fp8_weights._cached
         assert same(compiled(x, is_first_microbatch=False), module(x))
-        assert module._fp8_weights._kept is kept
+        assert module._fp8_weights._cached is kept
         found, expected = compiled(x, fp8_output=True), module(x, fp8_output=True)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))

@@ -292,10 +292,10 @@ def test_nothing_is_kept_in_copies_or_checkpoints():
     names = list(module.state_dict())
     with autocast(), torch.no_grad():
         y = module(x)
-        assert module._fp8_weights._kept is not None
+        assert module._fp8_weights._cached is not None
         assert list(module.state_dict()) == names
         for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            assert other._fp8_weights._kept is None
+            assert other._fp8_weights._cached is None
             assert same(other(x), y)
 
 

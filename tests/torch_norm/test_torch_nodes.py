@@ -392,13 +392,15 @@ def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
         x = memory[:rows]
         like = ((rows, 64), (64, 1), torch.float32)
         tensors = {"x": x, "weight": memory[0], "bias": memory[1]}
-        which = nodes.forward_pass(step, tensors, {"y": like}, like, 0, numbers, ("x",), backward)
+        work = nodes.Work(step, {"y": like}, 0, numbers)
+        which = nodes.forward_pass(work, tensors, like, ("x",), backward)
         repeats.remember(kept, x.shape, (x,), nodes.call_of(which))
         if not whole:
             whole.append(which)
         if rows % 10 == 0:
             strided = memory.as_strided((1, 64), (64 + rows, 1))
-            nodes.add_backward(whole[0], step, {"dy": strided}, x, {"x": x}, 1, {"dx": like}, 0, numbers, (0,))
+            work = nodes.Work(step, {"dx": like}, 0, numbers)
+            nodes.add_backward(whole[0], work, {"dy": strided}, x, {"x": x}, 1, (0,))
         if rows in (20_000, 100_000):
             used.append(int(Path("/proc/self/statm").read_text().split()[1]) * page)
     assert len(kept) == 2 * repeats.RECIPES

@@ -74,10 +74,10 @@ class Driver:
         compiled.set_driver(*self.addresses)
         monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
         monkeypatch.setattr(nodes, "module", lambda: compiled)
-        work = nodes._work
+        launches = nodes._launches
 
-        def described(plan, *rest):
-            steps = iter(range(len(plan.steps)))
+        def described(work, *rest):
+            plan, steps = work.plan, iter(range(len(work.plan.steps)))
 
             def address(*_):
                 found = len(self._steps) + 1
@@ -86,9 +86,9 @@ class Driver:
 
             with monkeypatch.context() as patch:
                 patch.setattr(launch, "address", address)
-                return work(plan, *rest)
+                return launches(work, *rest)
 
-        monkeypatch.setattr(nodes, "_work", described)
+        monkeypatch.setattr(nodes, "_launches", described)
 
     def _current_context(self, to) -> int:
         to[0] = self._thread.context

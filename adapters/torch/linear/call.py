@@ -1,17 +1,18 @@
-"""A call of a norm with its product is checked, or known from an earlier one, and then is one step of autograd.
+"""Check a call of a norm with its product, or know it from an earlier one, and run it as one step of autograd.
 
 A call takes one of three ways, whatever its numbers and ranks:
-- in eager mode an autograd.Function, or without a gradient the forward pass alone; in calls like an earlier one without
-  its checks, and of wide numbers on one rank in C++, where that was compiled (_compiled_call);
-- under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
-  compiler would compute the normalised tensor a second time in the forward pass, and keep that;
-- under functorch, for forward-mode derivatives and subclasses of Tensor the norm and the product by themselves, each
-  with its own rules; for wide numbers on one rank alone.
+- In eager mode it is an autograd.Function, or the forward pass alone if no gradient is wanted. A call like an earlier
+  one is not checked again. With wide numbers on one rank it runs in C++ if that was compiled (_compiled_call).
+- Under torch.compile and export it is one operator for each pass (operators.py). In a graph of single operators the
+  compiler would compute the normalised tensor a second time in the forward pass, and keep that.
+- Under functorch, for forward-mode derivatives and for subclasses of Tensor the norm and the product run by themselves,
+  each with its own rules. This way is for wide numbers on one rank alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from ..norm.functional import (
 from ..norm.functional import (
     given as given_tensors,
 )
-from ..norm.repeats import remember
 from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
@@ -50,16 +50,16 @@ class Layer(NamedTuple):
     eps: float
     keep_normalized: bool = False
     sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, inference
-    returned: str = LOCAL  # as of Step
+    returned: str = LOCAL  # as in Step
     numbers: Any = WIDE
-    ranks: Ranks = ALONE  # before it is known what they want
+    ranks: Ranks = ALONE  # as they are before they have told each other which gradients they want
 
 
 class Given(NamedTuple):
     """The objects of one call that do not decide how it runs."""
 
-    parallel: Any = ALONE  # ranks.Alone or parallel.TensorParallel
-    weights: Callable[..., Any] | None = None  # what a module keeps of weight in 8 bits: of (weight, scheme, ...)
+    parallel: Any = ALONE  # parallel.Alone or parallel.TensorParallel
+    weights: Callable[..., Any] | None = None  # (weight, scheme, ...) -> the FP8 weight that a module keeps
     fp8_output: bool = False
     sink: Sink | None = None
     wants_statistics: bool = False
@@ -69,11 +69,11 @@ class Call(NamedTuple):
     """How a call runs, which follows from its Layer and the layouts of its tensors, without autocast."""
 
     step: Step
-    wanted: int  # by this rank: bits of exchange.py
+    wanted: int  # what this rank wants of the backward pass: bits of exchange.py
     differentiated: bool
-    recipe: Any  # of the norm, None where it is looked for again
-    compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
-    one_launch: Callable[[Inputs], Tensor | None] | None = None  # the same of few rows without gradients
+    recipe: Any  # of the norm; None if each call looks for it again
+    compiled: nodes.Call | None = None  # serves such a call in C++ (_compiled_call)
+    one_launch: Callable[[Inputs], Tensor | None] | None = None  # serves few rows without gradients
 
 
 NOTHING_GIVEN = Given()
@@ -82,8 +82,8 @@ NOTHING_GIVEN = Given()
 def norm_linear(layer: tuple, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
     """Return (y, z, statistics) of a Layer, or of its fields as a plain tuple.
 
-    y is (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z is as `layer.returned` says,
-    or more; statistics may be None unless wanted.
+    y is (..., out), or with `fp8_output` the pair (bytes, a scale for each row). z is what `layer.returned` says, and
+    may be there without being asked for. statistics may be None unless they are wanted.
     """
     call = known(layer, inputs)
     return run_checked(layer, inputs, given) if call is None else run(call, inputs, given)
@@ -131,9 +131,9 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
                 nodes.build_in_background()
             if not differentiated and step.returned == NOTHING:
                 call = call._replace(one_launch=of_inputs(inputs, step))
-            call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
+            call = call._replace(compiled=_compiled_call(step, recipe, inputs))
         tensors = tuple(tensor for tensor in inputs if tensor is not None)
-        remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
+        repeats.remember_call(_key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 
@@ -143,24 +143,24 @@ def _key(layer: tuple, inputs: Inputs) -> tuple:
     return layer, torch.is_grad_enabled(), x.shape, bias is None, ln_weight is None, ln_bias is None
 
 
-_ALL_GIVEN = (False, False, False)  # the last three of a key
+_ALL_PRESENT = (False, False, False)  # the last three entries of a key: no tensor is None
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
-    """Return the Call remembered of an earlier call with tensors like these (norm/repeats.py); None without one.
+    """Return the Call that an earlier call with tensors like these has left (norm/repeats.py); None if there is none.
 
-    `layer` has the fields of a Layer: as a plain tuple it takes the host less.
+    `layer` has the fields of a Layer; a plain tuple takes the host less time.
     """
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
-    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
+    tensors = inputs if key[3:] == _ALL_PRESENT else tuple(tensor for tensor in inputs if tensor is not None)
     call = repeats.known_call(key, tensors)
     return call if call is not None and nothing_else_listens() else None
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Run `norm_linear` of tensors that are checked, or known."""
+    """Run `norm_linear` of tensors that are checked or known."""
     step, wanted, differentiated, recipe, compiled, one_launch = call
     parallel, _, fp8_output, sink, wants_statistics = given
     if one_launch is not None and not wants_statistics and not fp8_output:
@@ -192,8 +192,8 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
 def _run_forward(call: Call, inputs: Inputs, given: Given, ranks: Ranks) -> tuple[Any, Tensor | None, Tensor | None]:
     """Run `norm_linear` without gradients."""
     step, recipe = call.step, call.recipe
-    _, kept, fp8_output, _, wants_statistics = given
-    weights = step.numbers.weights(inputs[1], False, False, kept)
+    _, cached_weights, fp8_output, _, wants_statistics = given
+    weights = step.numbers.weights(inputs[1], False, False, cached_weights)
     y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
     if fp8_output:
         y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
@@ -224,7 +224,7 @@ def _in_steps(inputs: Inputs, step: Step, wants_statistics: bool) -> tuple[Tenso
 
 
 def in_one_step(inputs: Inputs) -> bool:
-    """Return whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
+    """Return whether a call can be one step of autograd if it is differentiated, or one operator of a trace."""
     for tensor in inputs:
         if tensor is not None and type(tensor) not in PLAIN:
             return False
@@ -266,21 +266,23 @@ def check(function: str, inputs: Inputs, operation: str) -> None:
 
 
 class _NormLinear(torch.autograd.Function):
-    """Computes (y, z, statistics) in eager mode, the latter two None unless returned.
+    """Computes (y, z, statistics) in eager mode; z and statistics are None unless they are returned.
 
-    Differentiable twice in wide numbers on one rank: its backward pass is made of differentiable operators there.
+    With wide numbers on one rank it can be differentiated twice, as its backward pass is made of differentiable
+    operators there.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ln_weight, ln_bias, anchor, call, ranks, given):
+    def forward(ctx, *arguments):
+        inputs, (_, call, ranks, given) = arguments[:5], arguments[5:]
+        x, weight, _, ln_weight, ln_bias = inputs
         step, sink = call.step, given.sink
         wants_columns = bool((call.wanted | ranks.wanted) & SUM)
         weights = step.numbers.weights(weight, wants_columns, ctx.needs_input_grad[1], given.weights)
-        inputs = x, weight, bias, ln_weight, ln_bias
-        y, z, statistics, kept = forward(inputs, weights, step, ranks, call.recipe)
+        y, z, statistics, saved_z = forward(inputs, weights, step, ranks, call.recipe)
         ctx.set_materialize_grads(False)
         _, _, columns, column_scale = weights
-        ctx.save_for_backward(statistics, x, columns, ln_weight, ln_bias, kept, column_scale)
+        ctx.save_for_backward(statistics, x, columns, ln_weight, ln_bias, saved_z, column_scale)
         ctx.call = step, ranks, sink, None if ranks.alone else y.shape
         if not given.wants_statistics:
             return y, z, None
@@ -296,17 +298,17 @@ class _NormLinear(torch.autograd.Function):
                 f"{limits.remedy}"
             )
         saved = Saved(*ctx.saved_tensors)
-        if dy is None and shape is not None:  # the other ranks wait for its products
+        if dy is None and shape is not None:  # the other ranks wait for the products of this one
             dy = saved.x.new_zeros(shape, dtype=step.dtype)
-        # What listens to a pass in 8 bits, such as a dispatch mode for it alone, sees the operator.
-        by = gradients if step.numbers.scheme is None or sink is not None or nothing_listens() else _listened
+        # A dispatch mode, or what else listens, sees a backward pass in FP8 as the operator.
+        compute = gradients if step.numbers.scheme is None or sink is not None or nothing_listens() else _by_operator
         with without_autocast("cuda" if saved.x.is_cuda else saved.x.device.type):  # a device takes 0.6 us
-            results = by(dy, dz, saved, step, ranks, ctx.needs_input_grad[:5], sink)
+            results = compute(dy, dz, saved, step, ranks, ctx.needs_input_grad[:5], sink)
         return *results, None, None, None, None
 
 
-def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[Tensor | None]:
-    """Compute what `gradients` does by the operator, which a dispatch mode sees."""
+def _by_operator(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[Tensor | None]:
+    """Return what `gradients` does, by the operator, which a dispatch mode sees."""
     results = operators.norm_linear_backward(dy, dz, *saved, list(mask), *operators.flat(step, ranks, ranks.wanted))
     return [result if wants else None for result, wants in zip(results, mask, strict=True)]
 
@@ -314,55 +316,54 @@ def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[T
 _apply = applied(_NormLinear)
 
 
-def _compiled_call(
-    step: Step,
-    recipe: launching.Forward,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-) -> nodes.Call | None:
-    """Describe the passes of calls of the five tensors to the C++ nodes, as norm/nodes.py has them.
+def _compiled_call(step: Step, recipe: launching.Forward, inputs: Inputs) -> nodes.Call | None:
+    """Describe the passes of calls of the five tensors to the C++ nodes (norm/nodes.py); None if Python alone serves.
 
-    None where Python alone serves them. `recipe` is the norm's.
+    `recipe` is the norm's.
     """
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
-    of_bias = None if ln_bias is None else ln_bias.dtype
-    tensors = given_tensors(x, ln_weight, ln_bias)
+    x, weight, bias, ln_weight, ln_bias = inputs
+    ln_bias_dtype = None if ln_bias is None else ln_bias.dtype
+    present = tuple(tensor is not None for tensor in inputs)
 
-    def of_norm(family: Any, kept: Any, eps: float, dz: Tensor, _: None, mask: Any) -> list[Tensor | None]:
-        names, of_name = family.call.names, dict(zip(kept.names, kept.tensors, strict=True))
+    # The description outlives the call: these functions must not hold its tensors.
+    def norm_backward(family: Any, saved: Any, eps: float, dz: Tensor, _: None, mask: Any) -> list[Tensor | None]:
+        names, tensors = family.call.names, dict(zip(saved.names, saved.tensors, strict=True))
         wants = dict(zip(names, mask, strict=True))
-        every = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
-        read = Saved(kept.statistics, of_name["x"], None, of_name.get("weight"), None)
-        dx, dweight, dbias = norm_gradients(dz, True, read, step, every)
-        gradients_by_name = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
-        return [gradients_by_name[name] for name in names]
+        full_mask = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
+        step_saved = Saved(saved.statistics, tensors["x"], None, tensors.get("weight"), None)
+        dx, dweight, dbias = norm_gradients(dz, True, step_saved, step, full_mask)
+        by_name = {"x": dx, "weight": dweight, "bias": None if dbias is None else dbias.to(ln_bias_dtype)}
+        return [by_name[name] for name in names]
 
-    saved = ("x",) if ln_weight is None else ("x", "weight")
-    which = norm_nodes.describe(recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True)
-    if which is None:
+    def backward(
+        incoming: Sequence[Tensor | None], statistics: Tensor, saved: Sequence[Tensor], bits: int
+    ) -> list[Tensor | None]:
+        (dy, dz), tensors, places = incoming, iter(saved), count()
+        x, weight = next(tensors), next(tensors)
+        ln_weight, ln_bias = (next(tensors) if is_present else None for is_present in present[3:])
+        z = next(tensors) if step.keep_normalized else None
+        mask = tuple(is_present and bool(bits >> next(places) & 1) for is_present in present)
+        results = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
+        return [gradient for gradient, is_present in zip(results, present, strict=True) if is_present]
+
+    norm_pass = norm_nodes.describe(
+        recipe,
+        given_tensors(x, ln_weight, ln_bias),
+        (),
+        step.eps,
+        norm_backward,
+        dispatch.launchable,
+        saved=("x",) if ln_weight is None else ("x", "weight"),
+        in_place=True,
+    )
+    if norm_pass is None:
         return None
     dy = x.new_empty(x.numel() // x.shape[-1], len(weight))
     sums = None if bias is None else launching.column_sums_recipe(dy)
     if sums is not None and sums.plan is None:
         return None
-    there = (True, True, bias is not None, ln_weight is not None, ln_bias is not None)
-
-    def backward(
-        given: Sequence[Tensor | None], statistics: Tensor, saved: Sequence[Tensor], bits: int
-    ) -> list[Tensor | None]:
-        (dy, dz), left, wanted = given, list(saved), iter(range(sum(there)))
-        x, weight = left.pop(0), left.pop(0)
-        ln_weight = left.pop(0) if there[3] else None
-        ln_bias = left.pop(0) if there[4] else None
-        z = left.pop(0) if step.keep_normalized else None
-        mask = tuple(given_here and bool(bits >> next(wanted) & 1) for given_here in there)
-        all_gradients = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
-        return [gradient for gradient, given_here in zip(all_gradients, there, strict=True) if given_here]
-
     others = [tensor for tensor in (ln_weight, ln_bias) if tensor is not None]
-    of_sums = None if sums is None else (sums.plan, sums.gradients[0])
-    return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)
+    work = None if sums is None else nodes.Work(sums.plan, {"dbias": sums.gradients[0]})
+    return nodes.linear_call(norm_pass, x, others, dy, work, step.keep_normalized, backward)

@@ -1,4 +1,4 @@
-"""`LayerNormColwiseParallel`: LayerNormLinear over a DeviceMesh, its parameters DTensors, as torch's own styles."""
+"""`LayerNormColwiseParallel`, which runs LayerNormLinear over a DeviceMesh with DTensors, as torch's own styles do."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ NAME = "LayerNormColwiseParallel"
 
 
 class LayerNormColwiseParallel(ParallelStyle):
-    """Makes `torch.distributed.tensor.parallel.parallelize_module` split a `LayerNormLinear` by output features.
+    """Make `torch.distributed.tensor.parallel.parallelize_module` split a `LayerNormLinear` by output features.
 
-    What SequenceParallel of the norm and ColwiseParallel of a Linear are together. Parameters are DTensors afterwards,
-    those of the norm Replicate, weight and bias (every part of them) Shard(0).
+    It does what SequenceParallel does to a norm and ColwiseParallel to a Linear. Parameters are DTensors afterwards:
+    those of the norm are Replicate, weight and bias (every part of them) are Shard(0).
 
     Parameters
     ----------
     input_layouts : Shard(0), Shard(1) or Replicate()
-        Of x. Shard(1), the default, is the sequence of (batch, sequence, in_features), Shard(0) the first axis. A
-        DTensor that lies otherwise is redistributed.
+        The layout of x. Shard(1), the default, splits the sequence of (batch, sequence, in_features), Shard(0) the
+        first axis. A DTensor with another layout is redistributed.
     output_layouts : Placement
-        Of y. Default: Shard(-1).
+        The layout of y. The default is Shard(-1).
     use_local_output : bool
         Return this rank's Tensor instead of a DTensor.
 
     Raises
     ------
     TypeError
-        Applied to another module.
+        If it is applied to another module.
     ValueError
-        Another input layout, features that the ranks do not divide, or a module with what works on its parameters by
-        itself: tp_size, fuse_wgrad_accumulation, delay_wgrad_compute, return_layernorm_output_gathered.
+        If the input has another layout, if the number of ranks does not divide the features, or if the module has
+        tp_size, fuse_wgrad_accumulation, delay_wgrad_compute or return_layernorm_output_gathered, which work on its
+        parameters or ranks themselves.
 
     Notes
     -----
-    As with `LayerNormLinear(parallel_mode="column")` rows are gathered after the norm, and x, mean and rstd are kept;
-    `ub_*` act, and so does FP8. Under a split input gradients of the norm's parameters are summed over the ranks in the
-    backward pass. With Shard(1) y is laid out with the sequence before the batch, and its gradient is copied so.
+    As with `LayerNormLinear(parallel_mode="column")` rows are gathered after the norm, x, mean and rstd are kept, and
+    `ub_*` and FP8 have their effect. If the input is split, gradients of the norm's parameters are summed over the
+    ranks in the backward pass. With Shard(1) y is laid out with the sequence before the batch, and its gradient is
+    copied to that layout.
 
     Examples
     --------
@@ -105,7 +107,7 @@ class LayerNormColwiseParallel(ParallelStyle):
         return x, *others
 
     def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """Lay out y, and what is returned besides: bias is Shard(0), z lies as x."""
+        """Return the outputs in their layouts: y as `output_layouts` says, bias as Shard(0), z as x."""
         y, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         if self.input_layouts == Shard(1):
             y = y.transpose(0, 1)
@@ -149,8 +151,8 @@ class OfDTensors(TensorParallel):
 
     exact = True  # DTensor's own collectives follow from what requires a gradient
 
-    def __init__(self, before: TensorParallel, group: Any, sequence: bool):
-        super().__init__("column", group.size(), sequence, *before.asked)
+    def __init__(self, parallel: TensorParallel, group: Any, sequence: bool):
+        super().__init__("column", group.size(), sequence, *parallel.options)
         self.set_group(group)
 
     def wanted_by(self, tensors: Sequence[Tensor | None]) -> int:
@@ -160,16 +162,18 @@ class OfDTensors(TensorParallel):
                 bits |= OF_TENSORS << index
         return bits
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        of_product = ([parameter.to_local() for parameter in parameters] for parameters in (weights, biases))
-        return *of_product, tuple(map(self._local_of_norm, of_norm))
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
+        weights, biases = ([parameter.to_local() for parameter in parameters] for parameters in (weights, biases))
+        return weights, biases, tuple(map(self._local_of_norm, norm_parameters))
 
     def _local_of_norm(self, parameter: Any) -> Tensor | None:
         if parameter is None:
             return None
         if not self.sequence:
             return parameter.to_local(grad_placements=[Replicate()])
-        # The gradient is summed here, as of any Replicate parameter: left Partial, a clipped step of an optimizer was
-        # wrong on two GPUs with torch 2.11.
-        same = parameter.redistribute(parameter.device_mesh, parameter.placements)
-        return same.to_local(grad_placements=[Partial()])
+        # The gradient is summed here, as that of any Replicate parameter: if it stayed Partial, a clipped step of an
+        # optimizer was wrong on two GPUs with torch 2.11.
+        replicated = parameter.redistribute(parameter.device_mesh, parameter.placements)
+        return replicated.to_local(grad_placements=[Partial()])

@@ -1,7 +1,7 @@
-"""Ranks of a group exchange what products read and write: rows are gathered, sums are scattered or go to all.
+"""Exchange what products read and write between ranks of a group: rows are gathered, sums are scattered or go to all.
 
-A matrix of all rows holds those of rank 0 first, then those of rank 1. `Exchange` is by torch.distributed's
-collectives, on any backend; nothing is waited for before its result is read.
+A matrix of all rows holds those of rank 0 first, then those of rank 1. `Exchange` uses torch.distributed's collectives,
+on any backend. Nobody waits for a collective before its result is read.
 """
 
 from __future__ import annotations
@@ -23,54 +23,51 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 class Rows:
-    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed.
+    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed."""
 
-    A method that an exchange does not need does nothing.
-    """
-
-    place: Tensor | None = None  # where this rank writes what it hands in; None: anywhere
-    own: Tensor  # gathered: this rank's rows, (rows, cols)
-    in_parts: bool = False  # the product reads or writes it rank by rank, in the order of `in_turn`
+    place: Tensor | None = None  # where this rank writes what it hands in; None for anywhere
+    own: Tensor  # if rows are gathered, those of this rank, (rows, cols)
+    in_parts: bool = False  # the product reads or writes the matrix rank by rank, in the order of `in_turn`
     exchange: Any = None
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
-        """Begin the exchange: all that this rank hands in is there.
+        """Begin the exchange with all that this rank hands in.
 
-        `wanted_next`: nothing is launched on the present stream before the result is read.
+        With `wanted_next` nothing is launched on the present stream before the result is read.
         """
         raise NotImplementedError
 
     def of(self, rank: int) -> Tensor:
-        """Return the gathered rows of a rank, for what runs on the present stream from here on."""
+        """Return the gathered rows of a rank, for later work on the present stream."""
         raise NotImplementedError
 
     def come(self) -> Tensor:
-        """Return all gathered rows, (ranks rows, cols), while other ranks may still read those of this one."""
+        """Return all gathered rows, (ranks * rows, cols), while other ranks may still read those of this one."""
         raise NotImplementedError
 
     def whole(self, keep: bool = False) -> Tensor:
-        """Return all gathered rows when nothing is under way any more. `keep`: they outlast the next exchange."""
+        """Return all gathered rows after the exchange has ended. With `keep` they outlast the next exchange."""
         raise NotImplementedError
 
     def send(self, rank: int) -> None:
-        """Send the terms that `rank` sums, which are written to `place`. Ranks come in the order of `in_turn`."""
+        """Send the terms that `rank` sums, which stand in `place`. The ranks come in the order of `in_turn`."""
         raise NotImplementedError
 
     def result(self) -> Tensor:
-        """Return the summed rows of this rank, which nobody else holds."""
+        """Return the summed rows of this rank, to which nothing else refers."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Wait after the result until no sum is under way for what runs on the present stream from here on."""
+        """Wait, after the result, until the exchange has ended, for later work on the present stream."""
 
 
-# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a second stream.
+# With fewer bytes of all rows NCCL works on the present stream, as a second stream would cost more than it gains.
 # Measured: docs/tuning.md, several GPUs.
-BESIDE = 16 << 20
+SECOND_STREAM_FROM = 16 << 20
 
 
-def _beside(rows: Tensor) -> bool:
-    return not rows.is_cuda or rows.nbytes >= BESIDE
+def _is_async(rows: Tensor) -> bool:
+    return not rows.is_cuda or rows.nbytes >= SECOND_STREAM_FROM
 
 
 class Exchange:
@@ -103,8 +100,8 @@ class _Gathering(Rows):
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         put(rows, self.own)
-        beside = not wanted_next and _beside(self._rows)
-        self._work = _all_gather(self._rows, self.own, group=self.exchange.group, async_op=beside)
+        is_async = not wanted_next and _is_async(self._rows)
+        self._work = _all_gather(self._rows, self.own, group=self.exchange.group, async_op=is_async)
 
     def of(self, rank: int) -> Tensor:
         if rank != self.exchange.rank:
@@ -135,7 +132,7 @@ class _Summing(Rows):
         exchange, terms = self.exchange, self.place
         put(rows, terms)
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
-        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=_beside(terms))
+        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=_is_async(terms))
 
     def result(self) -> Tensor:
         _wait(self._work)
@@ -143,14 +140,14 @@ class _Summing(Rows):
 
 
 class _SummingForAll(Rows):
-    """Sums all rows, which every rank has, in their place on every rank."""
+    """Sums all rows, which every rank has, in place on every rank."""
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         self._rows = rows
-        self._work = dist.all_reduce(rows, group=self.exchange.group, async_op=_beside(rows))
+        self._work = dist.all_reduce(rows, group=self.exchange.group, async_op=_is_async(rows))
 
     def result(self) -> Tensor:
         _wait(self._work)
@@ -158,7 +155,7 @@ class _SummingForAll(Rows):
 
 
 def put(rows: Tensor, place: Tensor) -> None:
-    """Copy rows to their place, unless they were written there."""
+    """Copy rows to their place unless they were written there."""
     if rows is not place:
         place.copy_(rows)
 
@@ -170,7 +167,7 @@ def _wait(work: Any) -> None:
 
 
 def in_turn(rank: int, ranks: int) -> list[int]:
-    """Return the ranks after this one, itself last."""
+    """Return the ranks in turn, from the one after this one to this one itself."""
     return [(rank + step) % ranks for step in range(1, ranks + 1)]
 
 
@@ -181,26 +178,26 @@ def exchange_by_collectives(name: str) -> Exchange:
     """Return the exchange of the group with that name."""
     group = group_of(name)
     exchange = _exchanges.get(name)
-    if exchange is None or exchange.group is not group:  # another may have had the name
-        for other in [other for other, its in _exchanges.items() if not is_registered(its.group)]:
-            del _exchanges[other]
+    if exchange is None or exchange.group is not group:  # an earlier group may have had the name
+        for old_name in [name for name, exchange in _exchanges.items() if not is_registered(exchange.group)]:
+            del _exchanges[old_name]
         exchange = _exchanges[name] = Exchange(group)
     return exchange
 
 
 def is_registered(group: Any) -> bool:
-    """Return whether a group is the one with its name, which it is until it is destroyed."""
+    """Return whether a group is the one that has its name, as it is until it is destroyed."""
     try:
         return group_of(group.group_name) is group
     except RuntimeError:
         return False
 
 
-# Bits of what a rank wants of the backward pass.
+# Bits that say what a rank wants of the backward pass.
 ENABLED = 1  # gradients are enabled
 SUM = 2  # the gradient of z, summed over the ranks
-GATHER = 4  # that of weight, for which z of all rows is gathered
-OF_TENSORS = 8  # those of x, weight, bias, ln_weight and ln_bias, one bit each from here on
+GATHER = 4  # the gradient of weight, for which z of all rows is gathered
+OF_TENSORS = 8  # the gradient of x; the next bits are those of weight, bias, ln_weight and ln_bias
 
 
 def compare(
@@ -208,13 +205,13 @@ def compare(
 ) -> int:
     """Compare the calls of all ranks and return what any rank wants; a collective.
 
-    ValueError on every rank, naming all, if their rows, columns or dtypes differ, if gradients are enabled on some of
-    them alone, or, where `exact`, if they want other gradients.
+    Every rank raises ValueError, which names all ranks, if rows, columns or dtypes differ, or if gradients are enabled
+    on some ranks alone. With `exact` it also does if the ranks want different gradients.
     """
     own = torch.tensor([rows, cols, _DTYPES.index(dtype), wanted], dtype=torch.int64, device=device)
-    of_all = own.new_empty((dist.get_world_size(group), 4))
-    _all_gather(of_all.view(-1), own, group=group)
-    table = of_all.tolist()
+    calls = own.new_empty((dist.get_world_size(group), 4))
+    _all_gather(calls.view(-1), own, group=group)
+    table = calls.tolist()
     shapes = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
     if len(set(shapes)) > 1:
         each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(shapes))
@@ -243,5 +240,5 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def compares_always() -> bool:
-    """Return whether every call is compared, not only a module's first: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Return whether TORCH_DISTRIBUTED_DEBUG=DETAIL has every call compared, not only a module's first."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"

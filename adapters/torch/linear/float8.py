@@ -1,15 +1,16 @@
-"""Numbers of 8 bits: both operands of every product are rounded to them, with a scale for each row of what is summed.
+"""FP8: both operands of every product are rounded to 8 bits, with a scale for each row along what is summed.
 
     y = z8 W8ᵀ + bias            z8, W8 with a scale for each row
-    dz = dy8 (W8 by columns)     dy8 with a scale for each row, W8 for each of its columns
+    dz = dy8 (W8 by columns)     dy8 with a scale for each row, W8 with a scale for each column
     dweight = (dy8 by columns)ᵀ (z8 by columns), z computed once more from x, with its static scales
 
-or with one scale for each tensor, as the recipe has it. Of z nothing is kept.
+A recipe may also ask for one scale for each tensor. Nothing is kept of z.
 
-Over ranks with sequence parallelism the bytes of z and the scales of its rows are gathered, half of what 16 bits are. A
-scale is of one row, so nothing is reduced, and y is that of one rank alone. For the gradient of weight z comes by
-columns: its scales depend on the norm's parameters alone, which all ranks have. What a scheme by tensors scales is z of
-all rows, which is gathered as it is. dz is summed in the dtype of y. All else is of each rank's own weight and dy.
+With sequence parallelism the ranks gather the bytes of z and the scales of its rows, half as much as 16 bits. A scale
+belongs to one row, so nothing is reduced, and y is the same as on one rank. For the gradient of weight they gather z by
+columns, whose scales depend on the norm's parameters alone, which all ranks have. A scheme by tensors scales z of all
+rows, so z is gathered as it is. dz is summed in the dtype of y. Everything else is done with each rank's own weight and
+dy.
 """
 
 from __future__ import annotations
@@ -23,17 +24,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...call.store import NAMES
-from ..norm import dispatch, float8, functional, launching, repeats
+from ..norm import functional, launching
 from ..private import version_of
 from .float8_arithmetic import STEP, as_right, cast_columns, cast_rows, normalised_columns, product, scale_of_tensor
 from .parallel import Limits, Ranks, Rows, gathered
-from .recipes import E4M3, Scheme, check_available
-from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, Weights, in_dtype, matrix, normalise
+from .recipes import Scheme, check_available
+from .step import (
+    GATHERED,
+    NOTHING,
+    Inputs,
+    Normalised,
+    Saved,
+    Step,
+    Weights,
+    in_dtype,
+    matrix,
+    normalise,
+    normalised_again,
+    recipe_at_once,
+)
 from .wide import accumulate
 
-# Over so many rows the gradient of weight is a product in the dtype of y, if that has 16 bits, as with
-# high_precision_wgrad: it is what is written that takes the time, and there are two casts less (docs/tuning.md,
+# Up to so many rows the gradient of weight is a product in the dtype of y, if that has 16 bits, as with
+# high_precision_wgrad: most of the time goes into writing the result, and two casts are saved (docs/tuning.md,
 # LayerNormLinear).
 FEW_ROWS = 128
 
@@ -42,11 +55,11 @@ class Float8(NamedTuple):
     scheme: Scheme
 
     limits = Limits("FP8", "in FP8", " Leave the context.")
-    # In this order the bytes of dy by rows are gone before those by columns are there.
+    # In this order the bytes of dy by rows are freed before those by columns are allocated.
     product_first = False
 
     def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
-        """Check what FP8 asks beyond what every call does."""
+        """Check what FP8 needs beyond what every call needs."""
         x, weight, *_ = inputs
         if x.dtype not in functional.FLOATING[:3] or weight.dtype not in functional.FLOATING[:3]:
             name, tensor = ("weight", weight) if x.dtype in functional.FLOATING[:3] else ("input", x)
@@ -58,40 +71,31 @@ class Float8(NamedTuple):
         if cols % STEP or outs % STEP:
             name, size = ("in_features", cols) if cols % STEP else ("out_features", outs)
             raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
-        if not torch.compiler.is_compiling():  # in compiled code the operator looks
+        if not torch.compiler.is_compiling():  # in compiled code the operator checks it
             check_available(function, x)
 
     def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
-        """Return the tensors as they are, of which bytes are made."""
+        """Return the tensors as they are, as casts read them."""
         return inputs
 
     def recipe(
         self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step
     ) -> launching.Forward | None:
-        """Return the recipe of the kernel that makes z8; None without one, or if tensors cannot go straight to it."""
+        """Return the recipe of the kernel that makes z8; None if none does, or tensors cannot go straight to it."""
         scheme = self.scheme
         if not scheme.by_row or scheme.power_2[0]:
             return None
-        of_z = None if step.returned == NOTHING else step.dtype
-        key = ("in 8 bits", step.operation, of_z, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
-        tensors = functional.given(x, ln_weight, ln_bias)
-        recipe = repeats.known_call(key, tensors)
-        if recipe is not None and functional.nothing_else_listens():
-            return recipe
-        if not dispatch.at_once(tensors):
-            return None
-        recipe = float8.row_recipe(step.operation, x, ln_weight, ln_bias, of_z, NAMES[E4M3], step.sm_margin)
-        repeats.remember_call(key, tensors, recipe)
-        return recipe
+        z_dtype = None if step.returned == NOTHING else step.dtype
+        return recipe_at_once(x, ln_weight, ln_bias, step.operation, z_dtype, step.sm_margin, float8=True)
 
-    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
-        """Return weight in 8 bits from `kept`, by which a module keeps it from call to call."""
-        return kept(weight, self.scheme, wants_columns, trained)
+    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, cached_weights: Any) -> Weights:
+        """Return weight in FP8, by the function with which a module keeps it from call to call."""
+        return cached_weights(weight, self.scheme, wants_columns, trained)
 
     def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
         x, _, _, ln_weight, ln_bias = inputs
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-        z_of_all = kept = None
+        z_of_all = tensor_scale = None
         if self.scheme.by_row:
             z8, scale, z, statistics = self._by_row(x, ln_weight, ln_bias, step, recipe, wants_statistics)
             if z8.dim() != 2:
@@ -106,19 +110,18 @@ class Float8(NamedTuple):
             z, statistics = normalise(x, ln_weight, ln_bias, step, wants_statistics, step.sm_margin)
             z_of_all = gathered(matrix(z, rows), ranks, ranks.overlap_gather, keep=step.returned == GATHERED)()
             power_2, least = self.scheme.power_2[0], self.scheme.least[0]
-            scale = kept = scale_of_tensor(z_of_all, power_2_scale=power_2, least=least)
+            scale = tensor_scale = scale_of_tensor(z_of_all, power_2_scale=power_2, least=least)
             z8 = cast_rows(z_of_all, scale=scale)[0]
-
         if step.returned == GATHERED:
             z = z_of_all.view(ranks.shape_of_all(x))
-        return (z8, scale), statistics, (None if step.returned == NOTHING else z, kept)
+        return (z8, scale), statistics, (None if step.returned == NOTHING else z, tensor_scale)
 
     def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
         """Return what the call returns of z and what it keeps of Z, after the product."""
         return normalised[2]
 
     def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: launching.Forward | None, wants_statistics: bool):
-        """Return (z8, scale, z, statistics), made of z in float32, by one kernel where it has a recipe."""
+        """Return (z8, scale, z, statistics), by one kernel if it has a recipe; z8 is made of z in float32."""
         recipe = recipe or self.recipe(x, ln_weight, ln_bias, step)
         if recipe is not None:
             tensors = functional.given(x, ln_weight, ln_bias)
@@ -138,17 +141,17 @@ class Float8(NamedTuple):
 
 
 class _Products:
-    """step.Products of dy in FP8; z is made once more when it is asked for, or by `begin_gathering`."""
+    """step.Products in FP8. z is computed once more when it is needed, or by `begin_gathering`."""
 
     rows: Tensor  # bytes of dy, (rows, out)
-    scale: Tensor  # (rows,), or of no axes
+    scale: Tensor  # (rows,), or without axes
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants_weight: bool, wants_bias: bool):
-        """Read dy for its bytes by rows, with Σ dy and the largest of each column; `end_dz` reads it once more."""
+        """Cast dy by rows, and find Σ dy and the largest number of each column; `end_dz` reads dy once more."""
         self.dtype, self.extra_bytes = dy.dtype, dy.numel()
         self._saved, self._step, self._ranks, self._scheme = saved, step, ranks, step.numbers.scheme
         by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = self._scheme
-        # Over ranks it is what is gathered that takes the time.
+        # Over ranks most of the time goes into gathering, which bytes make shorter.
         few = ranks.alone and len(dy) <= FEW_ROWS and by_row and step.dtype in functional.HALF
         self._high_precision = high_precision or few
         scale = None if by_row else scale_of_tensor(dy, gradient, power_2_scale=power_2, least=least)
@@ -175,10 +178,10 @@ class _Products:
             self._gathering = self._gathered()
 
     def _gathered(self) -> Rows:
-        """Begin to gather Z of all rows as it is, or the bytes of every rank's by columns."""
+        """Begin to gather Z of all rows, as it is or as the bytes of every rank's columns."""
         x = self._saved.x
         by_columns = self._scheme.by_row and not self._high_precision
-        own = self._own_columns[0].view(torch.uint8) if by_columns else self._own_rows()
+        own = self._own_columns[0].view(torch.uint8) if by_columns else normalised_again(self._saved, self._step)
         gathering = self._ranks.gathering(*own.shape, x, own.dtype, self._ranks.bulk_gather)
         gathering.start(own)
         return gathering
@@ -190,7 +193,7 @@ class _Products:
         total.start(terms if added is None else terms.add_(added))
 
     def end_dz(self) -> None:
-        """Read dy by columns, which alone are kept for the gradient of weight."""
+        """Cast dy by columns, which the gradient of weight needs, and free the rest of it."""
         del self.rows, self.scale
         if self._dy is not None and not self._high_precision:
             power_2 = self._scheme.power_2[2]
@@ -199,15 +202,9 @@ class _Products:
             )
             self._dy = None
 
-    def _own_rows(self) -> Tensor:
-        """Compute z, (rows, in), once more."""
-        _, x, _, ln_weight, ln_bias, *_ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin)
-        return matrix(z, x.numel() // x.shape[-1])
-
     @cached_property
     def _own_columns(self) -> tuple[Tensor, Tensor]:
-        """z by columns in a scheme by rows: (bytes (in, rows and zeros), scale (in,))."""
+        """Return z by columns for a scheme by rows: (bytes (in, padded rows), scale (in,))."""
         statistics, x, _, ln_weight, ln_bias, *_ = self._saved
         x = matrix(x, x.numel() // x.shape[-1])
         if statistics.dim() != 2:
@@ -217,18 +214,18 @@ class _Products:
 
     @cached_property
     def _z(self) -> Tensor:
-        """Z as the norm returns it, (all rows, in)."""
+        """Return Z as the norm returns it, (all rows, in)."""
         return (self._gathering or self._gathered()).whole()
 
     @cached_property
     def _z_columns(self) -> tuple[Tensor, Tensor]:
-        """Z by columns: (bytes (in, all rows and zeros), scale (in,) or of no axes)."""
+        """Return Z by columns: (bytes (in, all rows, padded), scale (in,) or without axes)."""
         if not self._scheme.by_row:
             return cast_columns(self._z, None, scale=self._saved.kept)
         if not self._ranks.sequence:
             return self._own_columns
         bytes = (self._gathering or self._gathered()).whole()
-        # Columns of all ranks side by side, without the zeros at the end of each, with zeros at the end.
+        # The columns of all ranks are joined without the padding of each, and the result is padded.
         own, scale = self._own_columns
         cols, rows = len(own), self._saved.x.numel() // len(own)
         bytes = bytes.view(self._ranks.size, cols, -1)[:, :, :rows].transpose(0, 1).reshape(cols, -1)
@@ -246,13 +243,13 @@ class _Products:
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         if self._dy is not None:
             return accumulate(total, self._dy[:, rows], self._z, overwrite)
-        # A slice of the scales may lie where no product can read it.
+        # A slice of the scales may lie at an address where no product can read it.
         scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
         gradient = self._product(self._columns[rows], scale, total.dtype)
         total.copy_(gradient) if overwrite else total.add_(gradient)
 
     def _product(self, columns: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
+        if columns.shape[1] == 0:  # x has no rows, and no kernel is launched for their columns
             return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
         return product(columns, scale, *as_right(*self._z_columns), dtype, fast=self._scheme.fast[2])
 
@@ -265,11 +262,11 @@ class _Products:
             self._gathering.whole()
 
 
-# weight in 8 bits.
+# weight in FP8.
 
 
 def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
-    """Cast weight from its own dtype, each layout by one rounding."""
+    """Cast weight from its own dtype, with one rounding for each layout."""
     by_row, power_2, least = scheme.of_weight
     scale = None if by_row else scale_of_tensor(weight, power_2_scale=power_2, least=least)
     wants_amax = by_row and wants_columns
@@ -279,26 +276,26 @@ def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
     return Weights(rows, row_scale, *columns)
 
 
-class _Kept(NamedTuple):
+class _Cached(NamedTuple):
     weights: Weights
     of_weight: tuple  # what the bytes depend on besides the parameters
-    stamp: tuple | None  # what the parameters were, where that can be known
+    stamp: tuple | None  # the state of the parameters; None if it cannot be known
 
 
 class WeightCache:
-    """The bytes of a module's weight between calls, replaced as a whole.
+    """Keeps the bytes of a module's weight from call to call.
 
-    `trains`: an optimizer may change weight, of which its version need not tell: torch's fused ones leave it as it was,
-    as do those of other libraries, and FSDP when it gathers weight anew. A call differentiated by weight sets it.
+    With `trains` an optimizer may change weight without a change of its version, as torch's fused optimizers, those of
+    other libraries, and FSDP when it gathers weight anew do. A call that is differentiated by weight sets it.
     """
 
     def __init__(self, trains: bool) -> None:
         self.trains = trains
-        self._kept: _Kept | None = None
-        self._captured: list[Weights] = []  # read by CUDA graphs, which may run as long as the module is there
+        self._cached: _Cached | None = None
+        self._captured: list[Weights] = []  # CUDA graphs read these, and may run as long as the module exists
 
     def clear(self) -> None:
-        self._kept = None
+        self._cached = None
 
     def of(
         self,
@@ -309,41 +306,42 @@ class WeightCache:
         wants_columns: bool,
         trained: bool,
     ) -> Weights:
-        """Return the bytes of `whole`, the parameters `parts` one after the other, kept or cast.
+        """Return the bytes of `whole`, which is the parameters `parts` one after the other, from the cache or cast.
 
-        `is_first_microbatch` True casts and keeps them, False takes those that are kept. None takes kept ones as long
-        as the parameters are the same tensors in the same memory with the same version, but not those of a weight that
-        an optimizer may change (`trained`: this call is differentiated by weight), nor while a CUDA graph is captured:
-        it would go on reading what may be replaced.
+        With is_first_microbatch=True they are cast and cached, with False they come from the cache. With None they come
+        from the cache if the parameters are the same tensors in the same memory with the same version. But they are
+        cast if an optimizer may change weight (`trained` says that this call is differentiated by weight), and while a
+        CUDA graph is captured, as the graph would go on reading bytes that may be replaced.
         """
         self.trains = self.trains or trained
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if is_first_microbatch is None and (capturing or (self.trains and any(part.requires_grad for part in parts))):
             return quantised(whole, scheme, wants_columns)
         if is_first_microbatch is not True and self._serves(scheme, wants_columns):
-            weights, _, stamp = self._kept
+            weights, _, stamp = self._cached
             if is_first_microbatch is False or _holds(stamp, parts):
-                if capturing and not any(weights is one for one in self._captured):
+                if capturing and not any(weights is captured for captured in self._captured):
                     self._captured.append(weights)
                 return weights
         weights, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
         if is_first_microbatch is not None or stamp is not None:
-            self._kept = _Kept(weights, scheme.of_weight, stamp)
+            self._cached = _Cached(weights, scheme.of_weight, stamp)
         return weights
 
     def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
-        if self._kept is None or self._kept.of_weight != scheme.of_weight:
+        if self._cached is None or self._cached.of_weight != scheme.of_weight:
             return False
-        columns = self._kept.weights.columns
-        # What was made in inference mode cannot be saved for a backward pass.
+        columns = self._cached.weights.columns
+        # A tensor that was made in inference mode cannot be saved for a backward pass.
         return not wants_columns or (columns is not None and not columns.is_inference())
 
 
 def _stamp(parts: Sequence[Tensor]) -> tuple | None:
-    """Return what tells each tensor from others and from what it was before; None where that cannot be known.
+    """Return a value that tells each tensor from others and from its earlier states; None if that cannot be known.
 
-    `part.data = other` changes nothing of it but its storage, and other memory may come to lie at the same address. Its
-    attributes stand for the tensor: a weak reference to it would forbid torch.utils.swap_tensors.
+    `part.data = tensor` changes only the storage of a part, and other memory may later lie at the same address. The
+    dictionary of attributes stands for the tensor, as a weak reference to a tensor would forbid
+    torch.utils.swap_tensors.
     """
     stamps = []
     for part in parts:
@@ -355,6 +353,7 @@ def _stamp(parts: Sequence[Tensor]) -> tuple | None:
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
+    """Return whether the tensors are in the state of a stamp."""
     if stamp is None:
         return False
     for (attributes, storage, address, version), part in zip(stamp, parts, strict=True):

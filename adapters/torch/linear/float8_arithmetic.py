@@ -1,9 +1,9 @@
-"""Arithmetic in 8 bits: casts of matrices, with scales that make numbers of their bytes again, and their products.
+"""Arithmetic in FP8: casts of matrices, with scales that turn their bytes into numbers again, and their products.
 
     bytes = round(v * q)        q = min(F / max|v|, 2^100), F the largest number of the format        scale = 1 / q
 
-The scale is 1 where all of v is zero and NaN where v has an infinite number or NaN. With power_2_scale the mantissa of
-q is cleared. Casts by columns are transposed, and padded with zeros to what a product sums up in steps of 16.
+The scale is 1 if all of v is zero, and NaN if v has an infinite number or NaN. With power_2_scale the mantissa of q is
+cleared. Casts by columns are transposed, and padded with zeros to a multiple of 16, the step of a product's sum.
 
 CUDA tensors are cast by one kernel each (kernels_cu/linear/float8_rows.cu, float8_columns.cu, float8_product.cu) on
 torch's current stream; what follows from layouts and options alone is worked out once and kept. Other tensors are cast
@@ -40,7 +40,7 @@ from ..norm.float8 import bound, power_of_2, rounded, scaling
 from ..private import scaled_mm
 from .step import in_dtype
 
-STEP = 16  # of a product's contraction
+STEP = 16  # a product sums in steps of so many numbers
 
 LARGEST = {short: FLOAT8[name] for short, name in NAMES.items()}
 DTYPES = {short: getattr(torch, name) for short, name in NAMES.items()}
@@ -60,8 +60,8 @@ def cast_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return (bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
 
-    The last two are None unless wanted. `scale` is one float32 for all, of no axes, and is returned then. `right` gives
-    bytes and scale as `as_right` makes them. The kernel refuses float64.
+    The last two are None unless they are wanted. `scale` is one float32 without axes for all of a, and is returned.
+    With `right` bytes and scale are as `as_right` makes them. The kernel refuses float64.
     """
     if not a.is_cuda:
         wide = a.float()
@@ -114,7 +114,7 @@ def cast_columns(
 ) -> tuple[Tensor, Tensor]:
     """Return (bytes (cols, padded rows), scale (cols,)) of a (rows, cols) and max_rows |a|, which `cast_rows` found.
 
-    Rows are padded with zeros to a multiple of 16. `scale` and `right` as there.
+    Rows are padded with zeros to a multiple of 16. `scale` and `right` are those of `cast_rows`.
     """
     if not a.is_cuda:
         multiplier, scale = scaling(amax, NAMES[dtype], power_2_scale) if scale is None else (scale.reciprocal(), scale)
@@ -154,11 +154,11 @@ def normalised_columns(
     *,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (bytes (cols, padded rows), scale (cols,)) of the normalised rows of x (rows, cols), as `cast_columns`.
+    """Return what `cast_columns` does, (bytes (cols, padded rows), scale (cols,)), of the normalised rows of x.
 
-    A column's scale is known beforehand: of cols numbers with mean 0 and mean square 1 none is beyond sqrt(cols - 1),
-    without a mean none beyond sqrt(cols), so max|z_j| is taken to be |gamma_j| sqrt(cols - 1) + |beta_j|. `statistics`
-    are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
+    A column's scale is known beforehand. If cols numbers have mean 0 and mean square 1 none exceeds sqrt(cols - 1), and
+    none exceeds sqrt(cols) if the mean is not 0. So max|z_j| is taken to be |gamma_j| sqrt(cols - 1) + |beta_j|.
+    `statistics` are those of the forward pass, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
     """
     if not x.is_cuda:
         z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
@@ -167,16 +167,17 @@ def normalised_columns(
     index = x.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
-            more = (ln_weight, ln_bias, operation, dtype)
-            return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
+            arguments = (x, statistics, ln_weight, ln_bias, operation, dtype)
+            return normalised_columns(*arguments, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
     gamma, beta = (None if parameter is None else parameter.contiguous() for parameter in (ln_weight, ln_bias))
     bytes, scales = _operand(cols, padded(rows), dtype)
     if cols == 0:
         return bytes, scales
-    pointer, others = x.data_ptr(), [parameter.data_ptr() for parameter in (gamma, beta) if parameter is not None]
-    affine_aligned = functools.reduce(operator.or_, others, 0) & 15 == 0
+    pointer = x.data_ptr()
+    parameter_pointers = [parameter.data_ptr() for parameter in (gamma, beta) if parameter is not None]
+    affine_aligned = functools.reduce(operator.or_, parameter_pointers, 0) & 15 == 0
     dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
     key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
@@ -196,8 +197,8 @@ def normalised_columns(
         )
         plan = _plan(plan_columns, problem, x, key)
     mean = statistics.data_ptr()
-    kept = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
-    pointers = (pointer, *others, *kept, bytes.data_ptr(), scales.data_ptr())
+    row_statistics = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
+    pointers = (pointer, *parameter_pointers, *row_statistics, bytes.data_ptr(), scales.data_ptr())
     launch.run(plan, index, gpu.stream(index), pointers)
     return bytes, scales
 
@@ -238,17 +239,17 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
 
 
 def as_right(bytes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Make (in, out) and (1, out), the right operand of a product, of bytes (out, in) and scales (out,) or of no axes.
+    """Return bytes (out, in) and scales (out,) as the right operand of a product: (in, out) and (1, out).
 
-    Views take 2 us of the host each: what is cast for it is allocated so.
+    A scale without axes stays as it is. Each view takes 2 us of the host, so casts for this side allocate it like this.
     """
     return bytes.t(), scale.unsqueeze(0) if scale.dim() else scale
 
 
 def scale_of_tensor(a: Tensor, dtype: str = "e4m3", *, power_2_scale: bool = False, least: float = 0.0) -> Tensor:
-    """Return TransformerEngine's scale of a tensor, of no axes: 1 / q, q = F / max|a|.
+    """Return TransformerEngine's scale of a tensor, a tensor without axes: 1 / q, q = F / max|a|.
 
-    It is 1 where q is not finite or a is zero. A maximum below `least` counts as that.
+    It is 1 if q is not finite or a is zero. A maximum below `least` counts as `least`.
     """
     if a.numel() == 0:
         return a.new_ones((), dtype=torch.float32)
@@ -267,7 +268,7 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _largest(wide: Tensor, axis: int) -> Tensor:
-    """Return max|wide| along an axis, 0 where there is nothing."""
+    """Return max|wide| along an axis, or 0 if the axis is empty."""
     if wide.shape[axis] == 0:
         return wide.new_zeros(wide.shape[1 - axis])
     return wide.abs().amax(axis)
@@ -295,7 +296,7 @@ def _vector(size: int) -> Tensor:
 def _operand(
     outer: int, inner: int, dtype: str, scale: Tensor | None = None, right: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Allocate bytes (outer, inner) and their scales; for the right of a product, what a view would make of them."""
+    """Allocate bytes (outer, inner) and their scales, or with `right` what `as_right` would make of them."""
     if right:
         bytes = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
         return bytes, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
@@ -308,7 +309,7 @@ def _zeros(vector: Tensor | None) -> Tensor | None:
 
 # Products.
 
-# To so many rows the product goes with unit scales, and its result is scaled after: docs/tuning.md, LayerNormLinear.
+# Up to so many rows the product has unit scales, and its result is scaled afterwards: docs/tuning.md, LayerNormLinear.
 ROWS_SCALED_AFTER = 32
 
 _ones: dict[int, Tensor] = {}
@@ -326,9 +327,9 @@ def product(
 ) -> Tensor:
     """Return (a a_scale) (b b_scale) + bias (out,), in `dtype`.
 
-    a (rows, in), b and b_scale as `as_right` makes them, in and out multiples of 16; scales in float32, that of a
-    (rows,), or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes
-    stand for, in float32.
+    a is (rows, in), and b and b_scale are as `as_right` makes them; in and out are multiples of 16. The scales are
+    float32: a_scale is (rows,), or neither scale has axes. `fast` is that of RowwiseScaling. On the CPU the numbers
+    that the bytes stand for are multiplied in float32.
     """
     if a.numel() == 0:  # no rows, or nothing to add up
         y = a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
@@ -351,16 +352,16 @@ def _by_torch(
         unit = _one(a)
         unscaled = scaled_mm(a, b, unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return scaled(unscaled, a_scale, b_scale, bias, dtype)
-    of_product = dtype
+    product_dtype = dtype
     if by_row:
         a_scale = a_scale.unsqueeze(1)
-        # Elsewhere than on Hopper torch has scales for rows from CUTLASS, in bfloat16.
-        of_product = dtype if _is_hopper(a.get_device()) else torch.bfloat16
-    inside = None
-    if bias is not None and dtype is of_product and dtype is not torch.float32:  # which cuBLASLt writes without a bias
-        inside = in_dtype(bias, dtype)
-    y = scaled_mm(a, b, a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
-    if bias is not None and inside is None:
+        # On GPUs other than Hopper torch has scales for rows from CUTLASS, in bfloat16.
+        product_dtype = dtype if _is_hopper(a.get_device()) else torch.bfloat16
+    fused_bias = None
+    if bias is not None and dtype is product_dtype and dtype is not torch.float32:  # cuBLASLt adds no bias in float32
+        fused_bias = in_dtype(bias, dtype)
+    y = scaled_mm(a, b, a_scale, b_scale, bias=fused_bias, out_dtype=product_dtype, use_fast_accum=fast)
+    if bias is not None and fused_bias is None:
         y = y + bias
     return in_dtype(y, dtype)
 
@@ -370,12 +371,12 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _one(a: Tensor) -> Tensor:
-    """Return 1 on the device of a; what a graph makes is not kept, as it is written in its replays alone."""
+    """Return 1 on the device of a. One that a graph makes is not kept, as it is written only when the graph runs."""
     unit = _ones.get(a.get_device())
     if unit is None:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return torch.ones((), device=a.device)
-        unit = _ones[a.get_device()] = torch.ones(()).to(a.device)  # there for all streams when this returns
+        unit = _ones[a.get_device()] = torch.ones(()).to(a.device)  # this waits, so that all streams can read it
     return unit
 
 

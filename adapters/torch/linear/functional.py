@@ -1,7 +1,7 @@
 """`layer_norm_linear`: a norm and the product that reads it, y = norm(x) Wᵀ + b, as one step of autograd.
 
-The kernel writes the normalised tensor, torch's own product reads it. For the backward pass x, mean and rstd are kept,
-not the normalised tensor, which is computed once more. What a call does: call.py, step.py.
+The kernel writes the normalised tensor, and torch's own product reads it. For the backward pass x, mean and rstd are
+kept, and the normalised tensor is computed once more. call.py and step.py run a call.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def layer_norm_linear(
     input : Tensor, shape (..., in)
         float16, bfloat16, float32 or float64.
     weight : Tensor, shape (out, in)
-        Of the dtype of input. Under autocast weight and bias are converted to autocast's dtype, which z has then too;
-        input, ln_weight and ln_bias need not be.
+        It has the dtype of input. Under autocast weight and bias are converted to autocast's dtype, which z then has
+        too; input, ln_weight and ln_bias may have other dtypes.
     bias : Tensor, shape (out,), optional
-        Of the dtype of weight.
+        It has the dtype of weight.
     ln_weight, ln_bias : Tensor, shape (in,), optional
         Any of the four dtypes, each independently of input. An RMSNorm has no ln_bias.
     eps : float
@@ -53,11 +53,11 @@ def layer_norm_linear(
     zero_centered_gamma : bool
         Multiply by 1 + ln_weight.
     keep_normalized : bool
-        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm.
+        Keep z for the backward pass instead of computing it once more from x. This takes as much memory as x, and saves
+        the time of one forward pass of the norm.
     sm_margin : int or dict
-        Multiprocessors that the norm's kernels leave to other work, as in `layer_norm`; the product's take all. What
-        the backward pass computes once more belongs to the backward pass.
+        The norm's kernels leave this many multiprocessors to other work, as in `layer_norm`; the product takes all of
+        them. If the backward pass computes z once more, the margin of the backward pass holds.
 
     Returns
     -------
@@ -67,13 +67,13 @@ def layer_norm_linear(
     Raises
     ------
     TypeError
-        weight or bias of another dtype than input outside autocast, or an argument of the wrong kind.
+        If weight or bias has another dtype than input outside autocast, or an argument is of the wrong kind.
     RuntimeError
-        Shapes or devices that do not fit.
+        If shapes or devices do not fit.
     NotImplementedError
-        A dtype that no kernel reads.
+        If no kernel reads a dtype.
     ValueError
-        An unknown normalization, an RMSNorm with ln_bias, or zero_centered_gamma without ln_weight.
+        If normalization is unknown, an RMSNorm has ln_bias, or zero_centered_gamma is set without ln_weight.
 
     Notes
     -----
@@ -96,7 +96,7 @@ def layer_norm_linear(
         if node is not None:
             return node
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
-    # A Layer, which as a plain tuple takes the host less.
+    # This is a Layer; a plain tuple takes the host less time.
     layer = (name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), NOTHING, WIDE, ALONE)
     return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]
 
@@ -105,4 +105,5 @@ NO_MARGINS = (0, 0, 0)  # forward, backward, inference
 
 
 def margins_of(function: str, sm_margin: int | Mapping[str, int]) -> tuple[int, int, int]:
+    """Return what checks.sm_margins does, at once for the default."""
     return NO_MARGINS if type(sm_margin) is int and sm_margin == 0 else checks.sm_margins(function, sm_margin)

@@ -34,8 +34,8 @@ INIT_STD = 0.023  # of TransformerEngine's default init_method
 class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
-    The constructor is that of transformer_engine.pytorch.LayerNormLinear. In FP8 inside `cunorm.torch.autocast` or
-    after `set_recipe`.
+    The constructor is that of transformer_engine.pytorch.LayerNormLinear. Inside `cunorm.torch.autocast` or after
+    `set_recipe` the products are in FP8.
 
     Parameters
     ----------
@@ -43,118 +43,120 @@ class LayerNormLinear(WeightGradients):
     eps : float
         Added to the variance, inside the root.
     sequence_parallel : bool
-        With several ranks x has the rows of this rank alone, (rows of all / ranks, ..., in_features), and y those of
-        all, in rank order. The gradients of layer_norm_weight and layer_norm_bias are then of the rows of this rank,
-        for the trainer to add up over the ranks: their attribute `sequence_parallel` is True.
+        With several ranks x has the rows of this rank alone, (rows of all / ranks, ..., in_features), and y has those
+        of all ranks, in rank order. The gradients of layer_norm_weight and layer_norm_bias are then those of the rows
+        of this rank, and the trainer must add them up over the ranks: their attribute `sequence_parallel` is True.
     fuse_wgrad_accumulation : bool
-        The gradient of weight is added to `weight.main_grad` (float32 with 16-bit weights, say) by the product itself,
+        The product itself adds the gradient of weight to `weight.main_grad`, which may be float32 with 16-bit weights,
         and `weight.grad` stays None. `forward(is_first_microbatch=True)` overwrites main_grad instead.
     tp_group : torch.distributed.ProcessGroup, optional
-        The ranks over which weight and bias are split. Copies of the module share it, pickles leave it out.
+        The ranks over which weight and bias are split. Copies of the module share it, and pickles leave it out.
     tp_size : int
-        How many. Without a tp_group `set_tensor_parallel_group(group)` must come before the first call; with one, 1
-        stands for its size.
+        The number of these ranks. Without a tp_group `set_tensor_parallel_group(group)` must be called before the first
+        call; with a tp_group, 1 stands for its size.
     get_rng_state_tracker : callable, optional
-        weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with one seed begin with the
-        same numbers.
+        weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with the same seed begin with
+        the same numbers.
     init_method : callable, optional
-        Initialises weight, or every part of it. Default: N(0, 0.023).
+        It initialises weight, or every part of it. The default is N(0, 0.023).
     bias : bool
+        Whether there is a bias.
     normalization : "LayerNorm" or "RMSNorm"
         The latter is z = x / sqrt(mean(x²) + eps) * layer_norm_weight.
     return_bias : bool
-        bias is not added but returned, for whoever adds it later.
+        Return bias instead of adding it, so that the caller can add it later.
     params_dtype : torch.dtype, optional
-        Default: torch's default dtype.
+        The dtype of the parameters; the default is torch's default dtype.
     parallel_mode : None or "column"
-        "column": each rank has out_features / tp_size rows of weight, and as many features of y. None: whole weights
-        and no communication.
+        With "column" each rank has out_features / tp_size rows of weight, and as many features of y. With None it has
+        all of them, and nothing is communicated.
     return_layernorm_output : bool
-        z is returned too, and its gradient joins that of the product before the backward pass of the norm.
+        Return z too. Its gradient is added to that of the product before the backward pass of the norm.
     return_layernorm_output_gathered : bool
-        z of all rows instead. Its gradient is summed over the ranks: what all ranks compute alike from it must hand
-        over its gradient divided by the number of ranks. Without sequence parallelism the same z.
+        Return z of all rows instead. Its gradient is summed over the ranks: if all ranks compute the same from it, they
+        must divide its gradient by the number of ranks. Without sequence parallelism z is the same on all ranks.
     parameters_split : sequence of str or dict of str to int, optional
         weight and bias are separate parameters `{name}_weight` and `{name}_bias`, of equal parts or of so many rows.
-        They are parts of one tensor and read as one, unless they were laid apart (as by `load_state_dict(assign=True)`)
-        or torch.compile sees them: then they are copied together at every call.
+        They are views of one tensor and read as one. They are copied together in every call if they do not lie side by
+        side in memory, as after `load_state_dict(assign=True)`, and under torch.compile.
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
-        Of the parameters. By default that of `with torch.device(...)` or `torch.set_default_device`; where there is
-        none the GPU, as with TransformerEngine's module, and without a GPU the CPU.
-        "meta" is for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that
-        of torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
+        The device of the parameters. The default is that of `with torch.device(...)` or `torch.set_default_device`,
+        else the GPU, as with TransformerEngine's module, or the CPU if there is no GPU. On "meta" parameters have no
+        memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of torch.nn's modules, and of
+        LayerNorm and RMSNorm here, leaves them on "meta".
     ub_overlap_ag : bool
-        Forward: rows of z come from the other ranks while those of this one are multiplied.
+        In the forward pass rows of z come from the other ranks while those of this rank are multiplied.
     ub_bulk_dgrad, ub_bulk_wgrad : bool
-        Backward: z comes under the product of its gradient, which is summed over the ranks under that of weight's.
+        In the backward pass z is gathered during the product of its gradient, and the gradient of z is summed over the
+        ranks during the product of weight's gradient.
     ub_overlap_rs_dgrad : bool
-        Backward: the gradient of z is multiplied rank by rank, and each part sent. Switches the other two off.
+        In the backward pass the gradient of z is computed rank by rank, and each part is sent at once. This switches
+        the other two off.
     ub_overlap_rs, symmetric_ar_type
-        No effect: they are of a row-parallel layer. The latter must be None, "multimem_all_reduce", "two_shot" or
-        "one_shot".
+        These have no effect, as they belong to a row-parallel layer. The latter must be None, "multimem_all_reduce",
+        "two_shot" or "one_shot".
     delay_wgrad_compute : bool
         The backward pass leaves the gradients of weight and bias to `backward_dw()`, which with sequence parallelism
         all ranks must call in the same order.
     ub_name, name : str, optional
         Labels.
     keep_normalized : bool
-        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In
-        FP8 nothing more is kept. Not an argument of TransformerEngine's.
+        Keep z for the backward pass instead of computing it once more from x. This takes as much memory as x, and saves
+        the time of one forward pass of the norm. With sequence parallelism z of all rows is kept, and not gathered
+        again. In FP8 nothing more is kept. TransformerEngine's module does not have this argument.
     sm_margin : int or dict
-        Multiprocessors that the norm's kernels leave to other work, such as communication; a dict has any of the keys
-        `forward`, `backward` and `inference`, as in `LayerNorm`. What the backward pass computes once more belongs to
-        it. TransformerEngine's module takes them from the environment, NVTE_FWD_LAYERNORM_SM_MARGIN,
-        NVTE_BWD_LAYERNORM_SM_MARGIN and NVTE_INF_LAYERNORM_SM_MARGIN, which are not read here.
+        The norm's kernels leave this many multiprocessors to other work, such as communication; a dict has any of the
+        keys `forward`, `backward` and `inference`, as in `LayerNorm`. If the backward pass computes z once more, the
+        margin of the backward pass holds. TransformerEngine's module takes the margins from the environment variables
+        NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_LAYERNORM_SM_MARGIN and NVTE_INF_LAYERNORM_SM_MARGIN, which are not read
+        here.
 
     Attributes
     ----------
     layer_norm_weight, layer_norm_bias : Parameter, shape (in_features,)
-        1 (0 if zero-centred) and 0 at first. `layer_norm_bias` is None for an RMSNorm.
+        They begin as 1 (0 with zero_centered_gamma) and 0. `layer_norm_bias` is None for an RMSNorm.
     out_features : int
-        Of this rank, as of the shapes here.
+        The number of features of this rank, as in all shapes here.
     weight : Parameter, shape (out_features, in_features)
     bias : Parameter, shape (out_features,)
-        0 at first. An empty tensor that is no parameter with `bias=False`.
+        It begins as 0. With `bias=False` it is an empty tensor that is no parameter.
     fp8_recipe : RowwiseScaling, Float8CurrentScaling or None
-        What `set_recipe` has set.
+        The recipe that `set_recipe` has set.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        An argument, or of `forward` an input, that does not fit; of TransformerEngine's types where those are not
-        assertions. ValueError on every rank if their rows or dtypes differ, or if gradients are enabled on some of them
-        alone, which a module's first calls without and with gradients enabled look for, and with
-        TORCH_DISTRIBUTED_DEBUG=DETAIL every call. ValueError on one rank if tp_group has another size than a tp_size
-        other than 1.
+        If an argument, or an input of `forward`, does not fit; the types are TransformerEngine's unless those are
+        assertions. Every rank raises ValueError if the rows or dtypes of ranks differ, or if gradients are enabled on
+        some ranks alone. The ranks compare these in a module's first calls without and with gradients enabled, and with
+        TORCH_DISTRIBUTED_DEBUG=DETAIL in every call. One rank raises ValueError if tp_group has another size than a
+        tp_size other than 1.
     NotImplementedError
-        parallel_mode="row" (a norm cannot be split along its row), and what is not here yet.
+        If parallel_mode is "row", as a norm cannot be split along its row, or an option is not supported yet.
 
-    Notes
-    -----
-    Where TransformerEngine's differs: its float32 product is TF32 always, this one's where torch is set so; it keeps z;
-    it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
-    it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
-    checkpoint is passed over unread; it loads ours with strict=False. Accumulating into main_grad, delaying and, in
-    FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
-    at every call.
+    Notes ----- TransformerEngine's module differs in this: its float32 product is always TF32, this one's is if torch
+    is set so; it keeps z; it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`,
+    this one's adds to it; it takes parameters_split neither with fuse_wgrad_accumulation nor with backward_dw. Its
+    `_extra_state` in a checkpoint is not read here; it loads our checkpoints with strict=False.
+    fuse_wgrad_accumulation, delay_wgrad_compute and, in FP8, is_first_microbatch and fp8_output break a graph of
+    torch.compile. Compiled code casts weight to FP8 in every call.
 
-    Ranks may differ in what requires a gradient. They tell each other in the first call with gradients enabled; in a
-    backward pass each takes part in what any of them needs, and drops what it does not need itself. So its y requires a
-    gradient, and its backward pass must run. Later a rank may need less; one that needs more than any did before asks
-    the others, which must need more in the same call. `set_tensor_parallel_group` on all ranks begins anew. Under
-    torch.compile and with DTensors they must not differ.
+    Ranks may require different gradients. They tell each other in the first call with gradients enabled. In a backward
+    pass each rank takes part in what any of them needs, and drops what it does not need itself. So its y requires a
+    gradient, and its backward pass must run. Later a rank may need less. A rank that needs more than any rank did
+    before asks the others, which must then need more in the same call. `set_tensor_parallel_group` on all ranks begins
+    anew. Under torch.compile and with DTensors the ranks must require the same gradients.
 
-    In FP8 in_features and out_features must be multiples of 16, rows may be any number. The bytes of a weight that
-    requires no gradient are kept from call to call, and so are those of any weight in calls without gradients after
-    `eval()`, as long as the parameter is the same tensor in the same memory with the same version. In training mode
-    and after a call that is differentiated by weight they are not: a fused optimizer changes no version. Nor does
-    `weight.data.copy_()`, which needs `drop_fp8_weights()` after it; `train()`, `eval()`, `load_state_dict()` and
-    moving the module call that too. A CUDA graph reads kept bytes with is_first_microbatch=False, for as long as the
-    module is there, and else finds them again in every replay. Nothing of it is in the state_dict, in copies or in
-    pickles.
+    In FP8 in_features and out_features must be multiples of 16; the number of rows may be any. The bytes of a weight
+    that requires no gradient are kept from call to call, and so are those of any weight in calls without gradients
+    after `eval()`, while the parameter is the same tensor in the same memory with the same version. In training mode
+    and after a call that is differentiated by weight they are not kept, because a fused optimizer changes no version.
+    `weight.data.copy_()` changes none either, and needs `drop_fp8_weights()` after it; `train()`, `eval()`,
+    `load_state_dict()` and moving the module call that too. A CUDA graph reads kept bytes with
+    is_first_microbatch=False while the module exists, and else casts weight in every replay. The bytes are not in the
+    state_dict, in copies or in pickles.
 
     Examples
     --------
@@ -165,8 +167,8 @@ class LayerNormLinear(WeightGradients):
     """
 
     fp8_recipe: Recipe | None = None
-    sm_margin: int | Mapping[str, int] = 0  # of modules that were pickled before there was one
-    _fp8_outside: Recipe | bool | None = False  # of the last call outside a backward pass; False: there was none
+    sm_margin: int | Mapping[str, int] = 0  # for modules that were pickled before there was one
+    _fp8_outside: Recipe | bool | None = False  # the recipe of the last call outside a backward pass; False for no call
 
     def __init__(
         self,
@@ -270,7 +272,7 @@ class LayerNormLinear(WeightGradients):
         self._settle_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters; those without memory get it on the GPU, or without one on the CPU."""
+        """Initialise all parameters; those without memory get it on the GPU, or on the CPU if there is no GPU."""
         if self.layer_norm_weight.is_meta:
             self._make_parameters(_own_device(), self.layer_norm_weight.dtype)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
@@ -288,26 +290,26 @@ class LayerNormLinear(WeightGradients):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return y, or (y, bias), (y, z), (y, bias, z) as `return_bias` and `return_layernorm_output` ask for.
+        """Return y, or (y, bias), (y, z) or (y, bias, z), as `return_bias` and `return_layernorm_output` say.
 
         Parameters
         ----------
         inp : Tensor, shape (..., in_features)
-            Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
+            It has the dtype of the parameters; under autocast it may be float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
-            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
-            bytes of weight anew (but for what the Notes say), True keeps them besides, and False takes those
-            that are kept, whatever weight has become.
+            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None casts
+            weight (except as the Notes say), True also keeps the bytes, and False takes the bytes that were kept, even
+            if weight has changed.
         fp8_output : bool
-            y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
+            Return y as (bytes in torch.float8_e4m3fn, a float32 scale for each row), in FP8 and without gradients.
         fp8_grad : bool
-            Not here: a gradient in 8 bits is for TransformerEngine's own attention.
+            This must be False: gradients in 8 bits are for TransformerEngine's own attention.
 
         Returns
         -------
         y : Tensor, shape (..., out_features)
-        bias : Tensor, shape (out_features,), of the dtype of y; empty with `bias=False`
-        z : Tensor, shape of inp, of the dtype of y
+        bias : Tensor, shape (out_features,), in the dtype of y; empty with `bias=False`
+        z : Tensor, shape of inp, in the dtype of y
         """
         if fp8_grad:
             raise ValueError(
@@ -315,9 +317,9 @@ class LayerNormLinear(WeightGradients):
             )
         compiling = torch.compiler.is_compiling()
         recipe = recipe_of(self.fp8_recipe)
-        # In a backward pass, where a checkpoint runs it again, a call follows what it followed before.
-        again = not compiling and self._fp8_outside is not recipe and in_backward_pass()
-        if again and self._fp8_outside is not False:
+        # A checkpoint runs a call again in the backward pass, where it follows the recipe that it followed before.
+        is_rerun = not compiling and self._fp8_outside is not recipe and in_backward_pass()
+        if is_rerun and self._fp8_outside is not False:
             recipe = self._fp8_outside
         if fp8_output and recipe is None:
             raise ValueError(
@@ -325,30 +327,30 @@ class LayerNormLinear(WeightGradients):
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
         if compiling:
-            broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-            broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
-            run_it = self._run_uncompiled if broken else self._run
-            return run_it(inp, is_first_microbatch, recipe, fp8_output)
+            breaks_graph = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
+            breaks_graph = breaks_graph or (recipe and (self._over_ranks or is_first_microbatch is not None))
+            run_module = self._run_uncompiled if breaks_graph else self._run
+            return run_module(inp, is_first_microbatch, recipe, fp8_output)
         if isinstance(inp, torch.fx.Proxy) and (path := inp.tracer.path_of_module(self)):
-            # A leaf of torch.fx.symbolic_trace, as torch.nn's modules: what a call follows is known when it runs.
+            # A leaf of torch.fx.symbolic_trace, as torch.nn's modules are: its recipe is known when it runs.
             options = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output}
             return inp.tracer.create_proxy("call_module", path, (inp,), options)
         results = self._run(inp, is_first_microbatch, recipe, fp8_output)
-        if not again and self._fp8_outside is not recipe:
+        if not is_rerun and self._fp8_outside is not recipe:
             self._fp8_outside = recipe
         return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         parallel = self._parallel if self._over_ranks else ALONE
-        of_norm = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        weights, biases, of_norm = parallel.local(self._weights, self._biases, of_norm)
+        norm_parameters = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        weights, biases, norm_parameters = parallel.local(self._weights, self._biases, norm_parameters)
         bias = joined(biases) if biases else None
-        inputs = (inp, joined(weights), None if self.return_bias else bias, *of_norm)
+        inputs = (inp, joined(weights), None if self.return_bias else bias, *norm_parameters)
         returned = NOTHING
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered and self._over_ranks and self.sequence_parallel
             returned = GATHERED if gathered else LOCAL
-        layer = (  # a Layer of call.py, which as a plain tuple takes the host less
+        layer = (  # a Layer of call.py; a plain tuple takes the host less time
             type(self).__name__,
             name_of(self.op, self.zero_centered_gamma),
             self.eps,
@@ -360,8 +362,8 @@ class LayerNormLinear(WeightGradients):
         )
         sink, given = self._sink(is_first_microbatch), NOTHING_GIVEN
         if recipe is not None or sink is not None or self._over_ranks:
-            kept = None if recipe is None else partial(self._fp8_weights.of, weights, is_first_microbatch)
-            given = Given(parallel, kept, fp8_output, sink)
+            cached_weights = None if recipe is None else partial(self._fp8_weights.of, weights, is_first_microbatch)
+            given = Given(parallel, cached_weights, fp8_output, sink)
         call = known(layer, inputs)
         if call is None:
             self._check_dtypes(inp)
@@ -379,21 +381,21 @@ class LayerNormLinear(WeightGradients):
         return self._parallel.group
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the ranks over which it runs, again whenever they are new, on all of them before any calls the module.
+        """Set the ranks over which the module runs, on all of them before any of them calls the module.
 
         Raises
         ------
         ValueError
-            A group of another size than tp_size, or one that this process is not in.
+            If the group has another size than tp_size, or this process is not in it.
         RuntimeError
-            torch.distributed has no process group yet.
+            If torch.distributed has no process group yet.
         """
         self._parallel.set_group(tp_group)
 
     _run_uncompiled = uncompiled(_run)
 
     def drop_fp8_weights(self) -> None:
-        """Forget the bytes of weight that are kept, as is needed after `weight.data.copy_()`."""
+        """Forget the FP8 bytes of weight that are kept, as is needed after `weight.data.copy_()`."""
         self._fp8_weights.clear()
 
     def train(self, mode: bool = True) -> LayerNormLinear:
@@ -416,7 +418,7 @@ class LayerNormLinear(WeightGradients):
     # Parameters.
 
     def _settle_parameters(self) -> None:
-        """Lay parts side by side and set the attributes by which Megatron knows what is sharded how."""
+        """Lay parts side by side, and set the attributes that tell Megatron how parameters are sharded."""
         lay_side_by_side(self._weights)
         if self.use_bias:
             lay_side_by_side(self._biases)
@@ -434,7 +436,7 @@ class LayerNormLinear(WeightGradients):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._settle_parameters()  # they may be new ones, and lie apart
+        self._settle_parameters()  # they may be new, and lie apart
         self.drop_fp8_weights()
         return self
 
@@ -446,10 +448,10 @@ class LayerNormLinear(WeightGradients):
     def __setstate__(self, state):
         super().__setstate__(state)
         self._fp8_weights = WeightCache(self.training)
-        self._settle_parameters()  # those of a copy are
+        self._settle_parameters()  # those of a copy are new too
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's: scales, perhaps pickled, of no use here
+        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's scales have no use here
         self.drop_fp8_weights()
         super()._load_from_state_dict(state_dict, prefix, *others)
 

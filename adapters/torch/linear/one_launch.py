@@ -1,4 +1,4 @@
-"""`layer_norm_linear` of few rows without gradients in one launch, where that was measured to win."""
+"""Run `layer_norm_linear` of few rows without gradients in one launch, where that was measured to be faster."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .step import Inputs, Step
 
 
 def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] | None:
-    """Return what computes y of tensors like these, or None for those at odd addresses; None: split.
+    """Return a function that computes y of tensors like these, as `run` does; None if two launches are faster.
 
-    x, weight, bias and y have one dtype: calls under autocast are not described.
+    x, weight, bias and y have one dtype, as calls under autocast do not come here.
     """
     x, weight = inputs[0], inputs[1]
     if step.sm_margin or x.numel() > one_launch.ROWS[-1] * x.shape[-1]:
@@ -35,19 +35,21 @@ def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] |
     plan = None if problem is None else one_launch.chosen(problem, gpu.properties_of(norm, x))
     if plan is None:
         return None
-    of_y = gpu.contiguously((*x.shape[:-1], len(weight)), x.dtype)
+    y_memory = gpu.contiguously((*x.shape[:-1], len(weight)), x.dtype)
     # z and statistics are not written: they have the address after that of y, which is 0.
     order = (*NAMES, "y")
     places = tuple(order.index(name) if name in order else len(order) for name in plan.problem.pointers)
-    return partial(run, plan, of_y, places, step.eps)
+    return partial(run, plan, y_memory, places, step.eps)
 
 
-def run(plan: OneLaunchPlan, of_y: gpu.Memory, places: tuple[int, ...], eps: float, inputs: Inputs) -> Tensor | None:
-    """Launch on torch's current stream; None where a tensor does not begin at a multiple of 16 bytes."""
+def run(
+    plan: OneLaunchPlan, y_memory: gpu.Memory, places: tuple[int, ...], eps: float, inputs: Inputs
+) -> Tensor | None:
+    """Launch on torch's current stream and return y; None if a tensor does not begin at a multiple of 16 bytes."""
     index = inputs[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
-            return run(plan, of_y, places, eps, inputs)
+            return run(plan, y_memory, places, eps, inputs)
     pointers, together = [], 0
     for tensor in inputs:
         pointer = 0 if tensor is None else tensor.data_ptr()
@@ -55,7 +57,7 @@ def run(plan: OneLaunchPlan, of_y: gpu.Memory, places: tuple[int, ...], eps: flo
         pointers.append(pointer)
     if together & 15:
         return None
-    y = gpu.empty(*of_y)
+    y = gpu.empty(*y_memory)
     pointers += (y.data_ptr(), 0)
     launch.run(plan, index, gpu.stream(index), (*[pointers[place] for place in places], eps))
     return y

@@ -1,14 +1,17 @@
-"""The norm with its product as operators, one a pass: what torch.compile and export see of it.
+"""The norm with its product as operators, one for each pass, which torch.compile and export see.
 
     torch.ops.cunorm.norm_linear -> (y, z, statistics, kept, columns, column_scale)          differentiable
-    torch.ops.cunorm.norm_linear_forward -> the same                     what is left of it in compiled code
+    torch.ops.cunorm.norm_linear_forward -> the same                     what compiled code has in its place
     torch.ops.cunorm.norm_linear_backward -> (dx, dweight, dbias, dln_weight, dln_bias)
 
-Names as in step.py. A recipe of FP8 stands in them by the fields of its Scheme, `gradient` empty for wide numbers; a
-group by its name, as in torch's own functional collectives, empty for one rank. What is not wanted is empty.
+The names are those of step.py. The arguments have an FP8 recipe as the fields of its Scheme, with an empty `gradient`
+for wide numbers, and a group as its name, as torch's own functional collectives do, with an empty name for one rank.
+A result that is not wanted is empty.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from .float8 import Float8, quantised
 from .float8_arithmetic import DTYPES
 from .parallel import ALONE, Group, Ranks
 from .recipes import E4M3, Scheme, check_available
-from .step import GATHERED, LOCAL, NOTHING, Saved, Step, forward, gradients
+from .step import GATHERED, LOCAL, NOTHING, Saved, Step, Weights, forward, gradients
 from .wide import WIDE
 
 _OPTIONS = (
@@ -45,15 +48,15 @@ norm_linear = torch.ops.cunorm.norm_linear.default
 norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
-# torch leaves out what ends a call and is its default.
+# torch leaves out the last arguments of a call if they are the defaults.
 _DEFAULTS = (False, 0, 0, LOCAL, None, None, False, "", [], [], [], False, "", 1, *[False] * 6, 0)
-_OF_STEP = len(Step._fields) - 1  # arguments, those of `numbers` behind them
+_OF_STEP = len(Step._fields) - 1  # how many arguments a Step has; those of `numbers` follow
 _OF_NUMBERS = len(Scheme._fields)
-_compared: dict[tuple, bool] = {}  # whether with gradients enabled
+_compared: dict[tuple, bool] = {}  # by group and shape, whether the ranks were compared with gradients enabled
 
 
 def flat(step: Step, ranks: Ranks, wanted: int) -> tuple:
-    """Return the arguments of an operator; `wanted` by some rank, or by this one where the operator asks the others."""
+    """Return the arguments of an operator; `wanted` is what some rank wants, or this one if the operator compares."""
     scheme = step.numbers.scheme
     numbers = (False, "", [], [], [], False)
     if scheme is not None:
@@ -80,55 +83,58 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     if not ranks.alone:
         _compare_once(x, weight, step, ranks)
     inputs = x, weight, bias, ln_weight, ln_bias
-    weights = step.numbers.weights(
-        weight,
-        bool(wanted & SUM),
-        True,
-        lambda weight, scheme, wants_columns, _: quantised(weight, scheme, wants_columns),
-    )
+    weights = step.numbers.weights(weight, bool(wanted & SUM), True, _quantised)
     y, z, statistics, kept = forward(inputs, weights, step, ranks)
     if kept is z:
         kept = None
     _, _, columns, scale = weights
     if columns is weight:
         columns = None
-    return tuple(_absent(x) if tensor is None else tensor for tensor in (y, z, statistics, kept, columns, scale))
+    return _present(x, (y, z, statistics, kept, columns, scale))
+
+
+def _quantised(weight: Tensor, scheme: Scheme, wants_columns: bool, _: bool) -> Weights:
+    return quantised(weight, scheme, wants_columns)
+
+
+def _present(x: Tensor, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return the results as an operator does, with an empty tensor for None."""
+    return tuple(_absent(x) if result is None else result for result in results)
 
 
 def _compare_once(x: Tensor, weight: Tensor, step: Step, ranks: Group) -> None:
-    """Compare the ranks at the first call of a shape of weight, as a compiled program knows no modules."""
+    """Compare the ranks at the first call with a shape of weight, as a compiled program knows no modules."""
     key, enabled = (ranks.group, weight.shape), bool(ranks.wanted & ENABLED)
-    before = _compared.get(key)
-    if before is not None and before >= enabled and not compares_always():
+    compared_enabled = _compared.get(key)
+    if compared_enabled is not None and compared_enabled >= enabled and not compares_always():
         return
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    _compared[key] = enabled or bool(before)
+    _compared[key] = enabled or bool(compared_enabled)
     rows = x.numel() // x.shape[-1]
     compare(group_of(ranks.group), rows, x.shape[-1], step.dtype, x.device, ranks.wanted, exact=True)
 
 
-def backward_in_steps(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
+def backward_in_steps(dy, dz, *arguments):
+    saved, mask, options = Saved(*arguments[:7]), arguments[7], arguments[8:]
     step, ranks, _ = _read(options)
-    if dy is None and not ranks.alone:  # the other ranks wait for its products
-        dy = x.new_zeros((*ranks.shape_of_all(x)[:-1], len(weight)), dtype=step.dtype)
-    saved = Saved(statistics, x, weight, ln_weight, ln_bias, kept, scale)
-    results = gradients(dy, dz, saved, step, ranks, tuple(mask))
-    return tuple(_absent(x) if result is None else result for result in results)
+    if dy is None and not ranks.alone:  # the other ranks wait for the products of this one
+        dy = saved.x.new_zeros((*ranks.shape_of_all(saved.x)[:-1], len(saved.weight)), dtype=step.dtype)
+    return _present(saved.x, gradients(dy, dz, saved, step, ranks, tuple(mask)))
 
 
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
 def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     step, ranks, wanted = _read(options)
     outs, cols = weight.shape
-    shape, of_all, scheme = x.shape, ranks.shape_of_all(x), step.numbers.scheme
+    shape, full_shape, scheme = x.shape, ranks.shape_of_all(x), step.numbers.scheme
 
     def scale(*shape: int) -> Tensor:
         return x.new_empty(shape if scheme.by_row else (), dtype=torch.float32)
 
     z = kept = columns = column_scale = None
     if step.returned != NOTHING or (ranks.alone and step.keep_normalized and scheme is None):
-        z = x.new_empty(of_all if step.returned == GATHERED else shape, dtype=step.dtype)
+        z = x.new_empty(full_shape if step.returned == GATHERED else shape, dtype=step.dtype)
     if scheme is None and step.keep_normalized and not ranks.alone:
         rows = (ranks.size * (x.numel() // cols), cols) if ranks.sequence else shape
         kept = x.new_empty(rows, dtype=step.dtype)
@@ -137,14 +143,14 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     if scheme is not None and wanted & SUM:
         columns, column_scale = x.new_empty((cols, outs), dtype=DTYPES[E4M3]).t(), scale(1, cols)
     statistics = (1 + formulas.subtracts_mean(step.operation), *shape[:-1])
-    y = x.new_empty((*of_all[:-1], outs), dtype=step.dtype)
+    y = x.new_empty((*full_shape[:-1], outs), dtype=step.dtype)
     statistics = x.new_empty(statistics, dtype=formulas.compute_dtype(x))
-    results = (y, z, statistics, kept, columns, column_scale)
-    return tuple(_absent(x) if result is None else result for result in results)
+    return _present(x, (y, z, statistics, kept, columns, column_scale))
 
 
 @torch.library.register_fake("cunorm::norm_linear_backward", lib=_library)
-def _backward_fake(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
+def _backward_fake(dy, dz, *arguments):
+    (_, x, weight, ln_weight, ln_bias, *_), mask, options = arguments[:7], arguments[7], arguments[8:]
     step, _, _ = _read(options)
     cols = x.shape[-1:]
     outs = len(weight) if dy is None else dy.shape[-1]
@@ -157,11 +163,11 @@ def _backward_fake(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scal
         x.new_empty(cols, dtype=ln_dtype),
         x.new_empty(cols, dtype=ln_dtype if ln_bias is None else ln_bias.dtype),
     )
-    return tuple(result if wanted else _absent(x) for result, wanted in zip(results, mask, strict=True))
+    return _present(x, (result if wants else None for result, wants in zip(results, mask, strict=True)))
 
 
 class NormLinear(torch.autograd.Function):
-    """norm_linear_forward and its derivative; a backward pass that is to be differentiated goes in single steps."""
+    """norm_linear_forward and its derivative, by single steps if the backward pass is to be differentiated."""
 
     @staticmethod
     def forward(*arguments):
@@ -181,8 +187,8 @@ class NormLinear(torch.autograd.Function):
             saved = Saved(statistics, x, weight, ln_weight, ln_bias, kept)
         else:
             kept = None if step.numbers.scheme.by_row else kept
-            there = (columns, column_scale) if wanted & SUM else (None, None)
-            saved = Saved(statistics, x, there[0], ln_weight, ln_bias, kept, there[1])
+            columns, column_scale = (columns, column_scale) if wanted & SUM else (None, None)
+            saved = Saved(statistics, x, columns, ln_weight, ln_bias, kept, column_scale)
         ctx.save_for_backward(*saved)
 
     @staticmethod
@@ -198,6 +204,6 @@ class NormLinear(torch.autograd.Function):
 
 
 _library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
-register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
+register_kernels(norm_linear_forward, NormLinear.apply, CPU=forward_in_steps, CUDA=forward_in_steps)
 for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_backward", backward_in_steps, _device)  # wide numbers: made of differentiable steps
+    _library.impl("norm_linear_backward", backward_in_steps, _device)  # for wide numbers its steps are differentiable

@@ -1,15 +1,15 @@
-"""A call runs over one rank, or over those of a group, each of which has some rows of weight.
+"""Run a call on one rank, or over the ranks of a group, each of which has some rows of weight.
 
 With sequence parallelism each rank of a group also has its part of the rows of x (R_r):
 
     z_r = norm(x_r)          Z = rows of all ranks' z, in rank order          y = Z W_rᵀ + bias_r
     dZ = Σ over the ranks of dy W_r       dz_r = dZ[R_r]       dW_r = dyᵀ Z       dx_r = norm's backward of dz_r
 
-Without it every rank has all rows of x and Z = norm(x); the sum over the ranks then reaches every rank whole. The
-gradients of the norm's parameters are of the rows that the rank has: whoever trains adds them up over the ranks.
+Without it every rank has all rows of x and Z = norm(x), and every rank gets the whole sum over the ranks. A rank's
+gradients of the norm's parameters are those of its rows, and the trainer adds them up over the ranks.
 
-What the backward pass communicates depends on which gradients any rank wants, never on which it was given: a rank that
-wants fewer, or uses its results differently from others, still takes part.
+What the backward pass communicates depends on which gradients any rank wants, never on which gradients it gets. A rank
+that wants fewer, or uses its results differently from others, still takes part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .exchange import (
 
 
 class Limits(NamedTuple):
-    """How error messages name what has first derivatives of plain tensors alone."""
+    """How error messages name a case that has first derivatives of plain tensors alone."""
 
     subject: str
     where: str
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Here(Rows):
-    """Rows of one rank: what is begun is there."""
+    """Rows that stay on one rank, so that every exchange has ended when it begins."""
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         self.own = rows
@@ -72,9 +72,11 @@ class Alone:
     def ranks(self) -> Alone:
         return self
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
         """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, of_norm
+        return weights, biases, norm_parameters
 
     def check_rows(self, function: str, x: Tensor) -> None:
         pass
@@ -99,7 +101,7 @@ ALONE = Alone()
 
 
 def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
-    """Return what a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
+    """Return what a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), bits of exchange.py."""
     if not torch.is_grad_enabled():
         return 0
     x, weight, _, ln_weight, ln_bias = inputs
@@ -114,10 +116,10 @@ class Group(NamedTuple):
     size: int
     sequence: bool  # x has the rows of this rank alone
     delayed: bool  # the gradient of weight is computed after the backward pass
-    overlap_gather: bool  # forward: the product of own rows while the others come (ub_overlap_ag)
-    bulk_gather: bool  # backward: z gathered under the product of dz (ub_bulk_dgrad)
-    bulk_sum: bool  # backward: dz summed under the product of dW (ub_bulk_wgrad)
-    overlap_sum: bool  # backward: the product of dz in parts, each sent when it is done (ub_overlap_rs_dgrad)
+    overlap_gather: bool  # forward: own rows are multiplied while the others come (ub_overlap_ag)
+    bulk_gather: bool  # backward: z is gathered during the product of dz (ub_bulk_dgrad)
+    bulk_sum: bool  # backward: dz is summed during the product of dW (ub_bulk_wgrad)
+    overlap_sum: bool  # backward: dz is multiplied in parts, and each is sent when it is done (ub_overlap_rs_dgrad)
     wanted: int = 0  # what some rank wants of the backward pass: bits of exchange.py
 
     alone = False
@@ -138,7 +140,7 @@ class Group(NamedTuple):
         return (self.size * x.shape[0], *x.shape[1:]) if self.sequence else tuple(x.shape)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
-        """Return what gathers (rows, cols) of each rank, with `overlaps` under a product if hiding it wins."""
+        """Return Rows that gather (rows, cols) of each rank, with `overlaps` during a product if that is faster."""
         if not self.sequence:
             return Here()
         overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
@@ -147,7 +149,7 @@ class Group(NamedTuple):
         return gathering
 
     def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
-        """Return what sums (all rows, cols) of each rank, as a product of dy gives it."""
+        """Return Rows that sum (all rows, cols) of each rank, as a product of dy gives it."""
         if not self.sequence:
             return self._exchange(False, dy).summing_for_all()
         worth = symmetric.worth(len(dy) * cols * dy.element_size())
@@ -165,7 +167,7 @@ Ranks = Alone | Group
 
 
 def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = False) -> Callable[[], Tensor]:
-    """Begin to gather (rows, cols) of every rank, and return what gives (ranks rows, cols)."""
+    """Begin to gather (rows, cols) of every rank, and return a function that returns (ranks * rows, cols)."""
     gathering = ranks.gathering(*own.shape, own, own.dtype, overlaps)
     gathering.start(own)
     return lambda: gathering.whole(keep)
@@ -174,14 +176,14 @@ def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = Fal
 def takes_part(inputs: tuple[Any, ...], differentiated: bool, ranks: Ranks, sink: Any) -> tuple[Tensor | None, Any]:
     """Return (anchor, sink) of a step of autograd.
 
-    Where nothing of this rank requires a gradient `anchor` does, so that the step is there for the other ranks. A
-    frozen weight has a sink where `backward_dw` is a collective.
+    If no tensor of this rank requires a gradient the anchor does, so that this rank runs the step for the other ranks.
+    A frozen weight has a sink if `backward_dw` is a collective.
     """
     anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
     return anchor, sink if ranks.gathers or inputs[1].requires_grad else None
 
 
-# A module's place among the ranks of a tensor-parallel group: what its constructor was told, checked.
+# A module's place among the ranks of a tensor-parallel group, with checks of what its constructor was told.
 
 NO_GROUP = (
     "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when tp_size > 1."
@@ -195,7 +197,7 @@ class TensorParallel:
     """
 
     exact = False  # ranks may want different gradients
-    _agreed: Group | None = None  # of calls with gradients enabled
+    _agreed: Group | None = None  # the place of calls with gradients enabled
 
     def __init__(
         self,
@@ -209,12 +211,12 @@ class TensorParallel:
         self.exchanges = mode == "column" and size > 1
         self.sequence = sequence_parallel and size > 1
         self.group: Any = None
-        self.asked = delayed, overlaps
+        self.options = delayed, overlaps
         self._ranks: Group | None = None
         self._compared = False
 
     def set_group(self, group: Any) -> None:
-        """Set the group; ValueError for another size than the constructor's, or one that this rank is not in."""
+        """Set the group; raise ValueError if its size is not the constructor's, or if this rank is not in it."""
         size = size_of(group)
         if size != self.size:
             raise ValueError(
@@ -224,12 +226,14 @@ class TensorParallel:
         self.group = group
         self._compared = False
         self._agreed = None
-        delayed, overlaps = self.asked
+        delayed, overlaps = self.options
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
         """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, of_norm
+        return weights, biases, norm_parameters
 
     def ranks(self) -> Group:
         if self._ranks is None:
@@ -248,37 +252,37 @@ class TensorParallel:
         return wanted(inputs, self.sequence)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Group:
-        """Return the place of a call, its `wanted` what any rank wants: all take part in what one waits for.
+        """Return the place of a call, with what any rank wants in `wanted`, as all take part in what one waits for.
 
-        A module's first call tells the others, as does its first with gradients enabled, one that wants more than any
-        rank wanted before, and with TORCH_DISTRIBUTED_DEBUG=DETAIL every call; then all ranks must have as many rows.
-        What was wanted once is taken part in until the group is set again.
+        The ranks compare their calls in a module's first call, in its first call with gradients enabled, in one that
+        wants more than any rank wanted before, and with TORCH_DISTRIBUTED_DEBUG=DETAIL in every call. They must then
+        have the same number of rows. They take part in what was wanted once until the group is set again.
         """
-        before = self._agreed if wanted else self._ranks
-        if self._compared and before is not None and not wanted & ~before.wanted and not compares_always():
-            return before
-        before = before or self.ranks()
+        known = self._agreed if wanted else self._ranks
+        if self._compared and known is not None and not wanted & ~known.wanted and not compares_always():
+            return known
+        known = known or self.ranks()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return before._replace(wanted=wanted | before.wanted)
+            return known._replace(wanted=wanted | known.wanted)
         rows = x.numel() // max(x.shape[-1], 1)
         wanted = compare(self.group, rows, x.shape[-1], dtype, x.device, wanted, self.exact)
         self._compared = True
         if not wanted:
-            return before
-        self._agreed = before._replace(wanted=wanted | before.wanted)
+            return known
+        self._agreed = known._replace(wanted=wanted | known.wanted)
         return self._agreed
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        return other
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"group": None, "_ranks": None, "_agreed": None}
 
 
 def size_of(group: Any) -> int:
-    """Return the number of ranks of a group that this one is in."""
+    """Return the number of ranks of a group, which this process must be in."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "LayerNormLinear: a tensor-parallel group needs torch.distributed; got one where no process group is "
@@ -294,7 +298,7 @@ def size_of(group: Any) -> int:
 
 
 def size_of_given(group: Any, tp_size: int) -> int:
-    """Return the size of a group; ValueError if another `tp_size` is given. 1, the default, counts as none."""
+    """Return the size of a group; raise ValueError if `tp_size` is another one, except for 1, the default."""
     size = size_of(group)
     if tp_size not in (1, size):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The arguments of LayerNormLinear's constructor, checked, and parameters that are parts of one: split, read as one."""
+"""Check the arguments of LayerNormLinear's constructor, and read parameters that are parts of one tensor as one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_overlaps(symmetric_ar_type: Any, delay_wgrad_compute: bool, ub_bulk_wg
 
 
 def local_features(out_features: int, parallel_mode: str | None, tp_size: int) -> int:
-    """Return the features of one rank."""
+    """Return how many output features one rank has."""
     if parallel_mode is None:
         return out_features
     if out_features % tp_size:
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
-    """Return the parts that `parameters_split` asks for, with the rows of one of `ranks`."""
+    """Return the parts that `parameters_split` names, with the rows of one of `ranks`."""
     name = "LayerNormLinear"
     if split is None:
         return [Part("weight", "bias", out_features // ranks)]
@@ -102,7 +102,7 @@ def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts one after the other: a view where they lie so in memory, else a copy."""
+    """Return the parts one after the other: a view if they lie in memory like that, else a copy."""
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_compiling() or under_functorch():
@@ -111,6 +111,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _neighbours(parts: Sequence[Tensor]) -> bool:
+    """Return whether the parts lie one after the other in one piece of memory."""
     if not all(type(part) in PLAIN and part.is_contiguous() for part in parts):
         return False
     return all(
@@ -123,7 +124,7 @@ def _neighbours(parts: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def lay_side_by_side(parts: Sequence[Tensor]) -> None:
-    """Give the parts one piece of memory, if they lie apart; they stay the same parameters."""
+    """Give the parts one piece of memory if they lie apart; they stay the same parameters."""
     if len(parts) == 1 or not all(type(part) in PLAIN for part in parts) or parts[0].is_meta or _neighbours(parts):
         return
     for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
@@ -131,7 +132,7 @@ def lay_side_by_side(parts: Sequence[Tensor]) -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """Joins parts: where the whole gets no gradient, as from a Sink, neither do they; torch.cat makes zeros."""
+    """Joins parts. If the whole gets no gradient, as with a Sink, the parts get none; torch.cat gives them zeros."""
 
     @staticmethod
     def forward(ctx, *parts):
@@ -146,5 +147,5 @@ class _Joined(torch.autograd.Function):
     def backward(ctx, gradient):
         if gradient is None:
             return (None,) * len(ctx.rows)
-        # That of a returned bias may lie in memory of the caller, which autograd would then add to.
+        # The gradient of a returned bias may lie in memory of the caller, to which autograd would then add.
         return (gradient.clone() if gradient.dim() == 1 else gradient).split(ctx.rows)

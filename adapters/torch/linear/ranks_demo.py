@@ -1,4 +1,4 @@
-"""One process of `python -m cunorm demo --ranks N`: python -m cunorm.torch.linear.ranks_demo FOLDER RANKS RANK."""
+"""Run one process of `python -m cunorm demo --ranks N`: python -m cunorm.torch.linear.ranks_demo FOLDER RANKS RANK."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import symmetric
 from .module import LayerNormLinear
 
 EPS = 1e-5
-STEPS = 5  # that are timed
+STEPS = 5  # how many steps are timed
 
 
 def main(folder: Path, ranks: int, rank: int) -> None:
@@ -58,16 +58,16 @@ def main(folder: Path, ranks: int, rank: int) -> None:
         module.weight.copy_(weight[outs])
         module.bias.copy_(bias[outs])
     own = slice(rank * rows, (rank + 1) * rows)
-    found, seconds = _run(module, x[own], dy[:, outs])
+    results, seconds = _run(module, x[own], dy[:, outs])
     expected = _expected(x, weight, bias, dy, own, outs)
-    _show({name: _error(found[name], expected[name]) for name in found}, seconds, device)
+    _show({name: _error(results[name], expected[name]) for name in results}, seconds, device)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # past what was computed: a thread of gloo may outlive torch
+    os._exit(0)  # at once, because a thread of gloo may outlive torch
 
 
 def _run(module: LayerNormLinear, x: Tensor, dy: Tensor) -> tuple[dict[str, Tensor], float]:
-    """Return the results of a step, and its seconds."""
+    """Return the results of a step, and the seconds that it takes."""
     parameters = dict(module.named_parameters())
     x = x.clone().requires_grad_()
     times = []
@@ -83,7 +83,7 @@ def _run(module: LayerNormLinear, x: Tensor, dy: Tensor) -> tuple[dict[str, Tens
 
 
 def _expected(x, weight, bias, dy, own: slice, outs: slice) -> dict[str, Tensor]:
-    """Compute all of it on this rank alone, in float64, and return what this rank should have."""
+    """Compute everything on this rank alone, in float64, and return what this rank should have."""
     x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
     ln_weight, ln_bias = x.new_ones(x.shape[1]).requires_grad_(), x.new_zeros(x.shape[1]).requires_grad_()
     parts = [F.layer_norm(x[: own.start], x.shape[1:], eps=EPS), F.layer_norm(x[own.stop :], x.shape[1:], eps=EPS)]
@@ -102,7 +102,7 @@ def _expected(x, weight, bias, dy, own: slice, outs: slice) -> dict[str, Tensor]
 
 
 def _error(results: Tensor, expected: Tensor) -> float:
-    """Return the relative error of what is finite."""
+    """Return the relative error, of finite numbers alone."""
     finite = expected.isfinite()
     difference = (results.double() - expected)[finite].norm()
     return float(difference / expected[finite].norm().clamp_min(1e-300))

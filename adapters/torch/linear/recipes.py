@@ -1,7 +1,7 @@
-"""Recipes of FP8: what is rounded to which 8 bits, which numbers share a scale, how products add up; which is followed.
+"""Recipes of FP8: what is rounded to which format, which numbers share a scale, and how products add up.
 
 TransformerEngine's recipes are recognised by the names of their classes and fields, so that its own objects work. A
-LayerNormLinear follows that of `autocast` around its call, or that of `set_recipe`.
+LayerNormLinear follows the recipe of the `autocast` around its call, or that of `set_recipe`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSTEAD = "Use RowwiseScaling() or Float8CurrentScaling()."
 
 
 class Scheme(NamedTuple):
-    """How passes read a recipe. Triples are for the normalised tensor, weight and dy, or for y, dz and dweight."""
+    """A recipe as passes read it. Triples are for the normalised tensor, weight and dy, or for y, dz and dweight."""
 
     by_row: bool
     gradient: str  # the format of dy
@@ -41,20 +41,21 @@ class Scheme(NamedTuple):
 
 @dataclass(frozen=True)
 class RowwiseScaling:
-    """Rounds everything to e4m3, every operand of a product with a scale for each row along what is summed.
+    """Round everything to e4m3, every operand of a product with a scale for each row along what is summed.
 
     A scale comes from the row itself: there is no history, nothing to reduce over ranks and nothing in a checkpoint.
-    The normalised tensor of the weight's gradient has one scale for each feature, which nothing exceeds whatever x is.
+    In the product of weight's gradient the normalised tensor has a static scale for each feature, large enough for
+    every x.
 
     Parameters
     ----------
     power_2_scale : bool
-        Multipliers rounded down to powers of two.
+        Round multipliers down to powers of two.
     fast_accumulation : bool
-        Of the forward product: sums are kept in the tensor cores' own registers for longer. The backward pass never.
+        Keep sums of the forward product in the tensor cores' own registers for longer. The backward pass never does so.
     high_precision_wgrad : bool
-        The gradient of weight by a product in the dtype of y. Over up to 128 rows of 16 bits it is so anyway: that is
-        faster.
+        Compute the gradient of weight by a product in the dtype of y. With 16 bits and up to 128 rows this is always
+        done, as it is faster.
     """
 
     power_2_scale: bool = False
@@ -70,13 +71,13 @@ class RowwiseScaling:
 
 @dataclass(frozen=True)
 class QParams:
-    """Says how one of the tensors is scaled, as TransformerEngine's class of that name.
+    """Say how one of the tensors is scaled, as TransformerEngine's class of that name does.
 
     Parameters
     ----------
     power_2_scale : bool
     amax_epsilon : float
-        A largest value below this counts as this.
+        If the largest magnitude is below this, this is used in its place.
     """
 
     power_2_scale: bool = False
@@ -85,27 +86,27 @@ class QParams:
 
 @dataclass(frozen=True)
 class MMParams:
-    """Says how a product adds up, as TransformerEngine's class of that name."""
+    """Say how a product adds up, as TransformerEngine's class of that name does."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class Float8CurrentScaling:
-    """Gives each tensor one scale, from the tensor itself: F / max|tensor|, as TransformerEngine's recipe of that name.
+    """Give each tensor one scale, from the tensor itself: F / max|tensor|, as TransformerEngine's recipe of that name.
 
     As there, a tensor of zeros or with an infinite number has the scale 1, which hides that number: it becomes F.
 
     Parameters
     ----------
     fp8_format : "HYBRID" or "E4M3"
-        HYBRID: e4m3, but gradients in e5m2. A member of an Enum with that name serves as well.
+        HYBRID is e4m3 with gradients in e5m2. A member of an Enum with such a name is accepted too.
     use_power_2_scales : bool
-        power_2_scale for all three tensors.
+        Set power_2_scale for all three tensors.
     fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad : QParams
-        Of the normalised tensor, of weight and of the gradient of y.
+        How the normalised tensor, weight and the gradient of y are scaled.
     fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad : MMParams
-        Of the three products.
+        How the products of y, dz and dweight add up.
     """
 
     fp8_format: Any = "HYBRID"
@@ -135,8 +136,8 @@ class Float8CurrentScaling:
 Recipe = RowwiseScaling | Float8CurrentScaling
 KNOWN = {recipe.__name__: recipe for recipe in (RowwiseScaling, Float8CurrentScaling)}
 REFUSED = ("DelayedScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "Float8BlockScaling", "CustomRecipe")
-# Fields of others, and the values with which they ask for nothing.
-OF_OTHERS = {
+# Fields that recipes here do not have, and the values with which they have no effect.
+WITHOUT_EFFECT = {
     "fp8_dpa": (False,),
     "fp8_mha": (False,),
     "backward_override": (None,),
@@ -152,9 +153,9 @@ def recognised(function: str, recipe: Any) -> Recipe:
     Raises
     ------
     NotImplementedError
-        A recipe of TransformerEngine's that is not here.
+        If it is a recipe of TransformerEngine's that is not supported.
     ValueError
-        What is no recipe, or a field that no recipe here has.
+        If it is no recipe, or has a field that no recipe here has.
     """
     if recipe is None:
         return RowwiseScaling()
@@ -176,18 +177,19 @@ PARTS = {QParams: ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_g
 PARTS[MMParams] = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
-def _of_fields(function: str, given: Any, kind: type) -> Any:
-    """Make a `kind` with what `given` has of its fields. Some of TransformerEngine's are attributes of the class."""
-    wanted = {each.name for each in dataclasses.fields(kind) if each.init}
-    own = {each.name for each in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
-    own |= {name for name in getattr(given, "__dict__", {}) if not name.startswith("_")}
-    for name in sorted(own - wanted):
-        if name not in OF_OTHERS or getattr(given, name) not in OF_OTHERS[name]:
+def _of_fields(function: str, recipe: Any, kind: type) -> Any:
+    """Make a `kind` of the fields that `recipe` has of it. Some of TransformerEngine's are attributes of the class."""
+    wanted = {dataclass_field.name for dataclass_field in dataclasses.fields(kind) if dataclass_field.init}
+    names = {name for name in getattr(recipe, "__dict__", {}) if not name.startswith("_")}
+    if dataclasses.is_dataclass(recipe):
+        names |= {dataclass_field.name for dataclass_field in dataclasses.fields(recipe)}
+    for name in sorted(names - wanted):
+        if name not in WITHOUT_EFFECT or getattr(recipe, name) not in WITHOUT_EFFECT[name]:
             raise ValueError(
-                f"{function}: {type(given).__name__}.{name} must be left out; got {getattr(given, name)!r}, which is "
+                f"{function}: {type(recipe).__name__}.{name} must be left out; got {getattr(recipe, name)!r}, which is "
                 "not known here."
             )
-    fields = {name: getattr(given, name) for name in wanted if hasattr(given, name)}
+    fields = {name: getattr(recipe, name) for name in wanted if hasattr(recipe, name)}
     for part, names in PARTS.items():
         for name in names:
             if name in fields and type(fields[name]) is not part:
@@ -203,7 +205,7 @@ class _Region(NamedTuple):
     recipe: Recipe | None
 
 
-# Of the process, not of a thread: autograd runs what checkpoints compute again in threads of its own.
+# It holds for the whole process: autograd runs in its own threads what checkpoints compute again.
 _region: _Region | None = None
 
 
@@ -212,24 +214,24 @@ def autocast(
 ) -> AbstractContextManager[None]:
     """Make `LayerNormLinear` multiply in FP8 inside, as `recipe` says: transformer_engine.pytorch.autocast.
 
-    Of nested ones the innermost counts; with `enabled=False` nothing inside is in FP8. One for the whole process, as
-    TransformerEngine's. A backward pass follows the recipe of its forward pass wherever it runs, and so does a forward
-    pass that a checkpoint runs again in it.
+    If contexts are nested the innermost counts; with `enabled=False` nothing inside is in FP8. The context holds for
+    the whole process, as TransformerEngine's does. A backward pass follows the recipe of its forward pass wherever it
+    runs, and so does a forward pass that a checkpoint runs again in it.
 
     Parameters
     ----------
     enabled : bool
     calibrating, amax_reduction_group
-        Accepted without effect: no recipe here keeps anything from call to call.
+        These have no effect, as no recipe here keeps anything from call to call.
     recipe : RowwiseScaling or Float8CurrentScaling, optional
-        Or TransformerEngine's object of such a name. Default: RowwiseScaling().
+        TransformerEngine's object of such a name is accepted too. The default is RowwiseScaling().
 
     Raises
     ------
     NotImplementedError
-        TransformerEngine's DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling.
+        If recipe is TransformerEngine's DelayedScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling.
     ValueError
-        An unknown recipe, or an unknown field of one.
+        If the recipe or a field of it is unknown.
 
     Examples
     --------
@@ -245,7 +247,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> AbstractContextManager[None]:
-    """Do what `autocast` does, by the names that TransformerEngine had for it before."""
+    """Do what `autocast` does, with the names that TransformerEngine gave it before."""
     return _inside(_Region(bool(enabled), recognised("fp8_autocast", fp8_recipe) if enabled else None))
 
 
@@ -260,7 +262,7 @@ def _inside(region: _Region) -> Iterator[None]:
 
 
 def recipe_of(own: Recipe | None) -> Recipe | None:
-    """Return what a module with this recipe of its own follows now, None for no FP8."""
+    """Return the recipe that a module with this recipe of its own follows now; None for no FP8."""
     if _region is None:
         return own
     return (own or _region.recipe) if _region.enabled else None
@@ -269,15 +271,15 @@ def recipe_of(own: Recipe | None) -> Recipe | None:
 def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:
     """Make every `LayerNormLinear` of `model` for which `filter(name, module)` holds follow `recipe`, with no context.
 
-    It goes before the recipe of a context, but a context with `enabled=False` switches it off. `recipe=None` takes it
-    away again. Copies of the modules keep it.
+    It takes precedence over the recipe of a context, but a context with `enabled=False` switches it off. `recipe=None`
+    removes it. Copies of the modules keep it.
 
     Parameters
     ----------
     model : Module
     recipe : RowwiseScaling, Float8CurrentScaling or None
     filter : callable, optional
-        Of the qualified name and the module. Default: all.
+        It gets the qualified name and the module. By default all modules follow.
 
     Returns
     -------
@@ -286,7 +288,7 @@ def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module],
     Raises
     ------
     NotImplementedError, ValueError
-        As `autocast`.
+        As in `autocast`.
 
     Examples
     --------
@@ -308,7 +310,7 @@ def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module],
 def is_fp8_available(return_reason: bool = False) -> Any:
     """Return whether the current GPU and this torch have FP8 products; with `return_reason` also why not, or "".
 
-    Tensors that are not on a GPU need none: their products are emulated, with the same bytes.
+    Tensors that are not on a GPU do not need them: their products are emulated, with the same bytes.
     """
     reason = why_not(torch.cuda.current_device()) if torch.cuda.is_available() else "there is no CUDA device"
     return (not reason, reason) if return_reason else not reason
@@ -323,7 +325,7 @@ def check_available(function: str, x: Tensor) -> None:
 
 @lru_cache
 def why_not(index: int) -> str:
-    """Return what a GPU or this torch lacks of FP8 products, "" if nothing."""
+    """Return why a GPU or this torch has no FP8 products; "" if they have."""
     if torch.version.hip is not None:
         return "cunorm's kernels are for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(index)

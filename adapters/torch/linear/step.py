@@ -1,10 +1,10 @@
-"""One text for all numbers and ranks computes a norm with its product, y = norm(x) weightᵀ + bias, and its gradients.
+"""Compute a norm with its product, y = norm(x) weightᵀ + bias, and its gradients: one text for all numbers and ranks.
 
     z = norm(x)    Z = ranks.gather(z)    y = numbers.product(Z, weight) + bias
     dZ = numbers.product(dy, weight)    dz = ranks.sum(dZ)    dweight = numbers.product(dyᵀ, Z)    dx = norm'(dz)
 
-`numbers` are those of the tensors (wide.py) or of 8 bits (float8.py); `ranks` are one, or those of a group (ranks.py).
-Nothing here is recorded by autograd, but that a backward pass of wide numbers is made of differentiable operators.
+`numbers` are those of the tensors (wide.py) or FP8 (float8.py). `ranks` are one rank or those of a group (parallel.py).
+Autograd does not record what is done here, but a backward pass with wide numbers is made of differentiable operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...plan.problem import E4M3
 from ..norm import calls, dispatch, launching, repeats
+from ..norm.float8 import row_recipe
 from ..norm.functional import autocasts, given, nothing_else_listens
 from .parallel import Ranks, Rows
 
@@ -24,30 +26,30 @@ NOTHING, LOCAL, GATHERED = "nothing", "local", "gathered"
 
 
 class Step(NamedTuple):
-    """The options that decide what a call computes; over which ranks is told beside it."""
+    """The options that decide what a call computes. The ranks are not among them."""
 
     operation: str  # a name of cunorm.operation.NAMED
     eps: float
     dtype: torch.dtype  # of the normalised tensor and of y
     keep_normalized: bool = False
     sm_margin: int = 0  # of the norm's kernels in the forward pass
-    backward_sm_margin: int = 0  # in the backward one, where z may be computed once more
+    backward_sm_margin: int = 0  # the same in the backward pass, where z may be computed once more
     returned: str = LOCAL  # which z is returned: NOTHING, LOCAL or GATHERED
-    weight_dtype: torch.dtype | None = None  # of the gradients of weight and bias in 8 bits
-    bias_dtype: torch.dtype | None = None  # None without a bias
+    weight_dtype: torch.dtype | None = None  # in FP8 the gradient of weight has this dtype
+    bias_dtype: torch.dtype | None = None  # the same of bias; None without a bias
     numbers: Any = None
 
 
-# Those that are made at every call are plain tuples: a NamedTuple takes 0.3 us.
+# Values that are made in every call are plain tuples: a NamedTuple takes 0.3 us.
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, ln_weight, ln_bias
-# What `product` of the same numbers reads of Z, the statistics, and what `results` of them reads after the product.
+# (what `numbers.product` reads of Z, the statistics, what `numbers.results` reads after the product)
 Normalised = tuple[Any, Tensor | None, Any]
-# y, z as `returned` says (of one rank also where it is kept), the statistics, what is kept.
+# (y, z, the statistics, what is kept of Z); one rank has z if it is returned or kept.
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Weights(NamedTuple):
-    """weight as the product of y reads it and as that of dz does; None where no gradient is asked for."""
+    """weight as the product of y reads it, and as the product of dz does, which is None if no gradient is wanted."""
 
     rows: Tensor
     row_scale: Tensor | None
@@ -56,14 +58,14 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that a backward pass reads of its forward pass, in the order of norm/nodes_autograd.h."""
+    """The tensors that a forward pass saves for its backward pass, in the order of norm/nodes_autograd.h."""
 
     statistics: Tensor
     x: Tensor
     weight: Tensor | None  # `columns` of Weights
     ln_weight: Tensor | None
     ln_bias: Tensor | None
-    kept: Tensor | None = None  # Z, if it is kept; its scale, where that is one for the tensor
+    kept: Tensor | None = None  # Z if it is kept, or in FP8 the scale of Z if all of it has one scale
     scale: Tensor | None = None  # `column_scale` of Weights
 
 
@@ -88,38 +90,39 @@ class ProductGradients(Protocol):
 class Products(ProductGradients, Protocol):
     """Both products of a backward pass in one kind of numbers."""
 
-    extra_bytes: int  # that both halves of the pass hold at once beyond what one after the other does
-    operands_of_dz: Any  # which `end_dz` lets go
+    extra_bytes: int  # memory that the two halves of the pass need side by side beyond what they need in turn
+    operands_of_dz: Any  # the tensors that `end_dz` frees
 
     def begin_gathering(self) -> None:
-        """Begin to gather Z of all rows, which comes meanwhile."""
+        """Begin to gather Z of all rows."""
         ...
 
     def dz(self, total: Rows, added: Tensor | None) -> None:
-        """Begin `total`, dy weight + added, summed over the ranks."""
+        """Begin to compute `total`, which is dy weight + added, summed over the ranks."""
         ...
 
     def end_dz(self) -> None:
-        """Prepare for the gradients of weight and bias: dz is not asked for any more."""
+        """Prepare for the gradients of weight and bias, when dz is no longer needed."""
         ...
 
     def release(self) -> None:
-        """Let Z go: the gradients of weight and bias are not asked for any more either."""
+        """Free Z, when the gradients of weight and bias are no longer needed either."""
         ...
 
     def end_gathering(self) -> None:
-        """Wait until nothing of Z is under way any more."""
+        """Wait until the gathering of Z has ended."""
         ...
 
 
-# What takes the gradients of weight and bias in autograd's place; it returns what autograd is told, None for nothing.
+# A function that takes the gradients of weight and bias in autograd's place. It returns the gradients that autograd
+# gets instead, or None.
 Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
 
 
 def forward(
     inputs: Inputs, weights: Any, step: Step, ranks: Ranks, recipe: Any = None, wants_statistics: bool = True
 ) -> Forward:
-    """Return y, and what is wanted besides. `recipe` of the norm's launch is `numbers.recipe` of these tensors."""
+    """Return what `Forward` says. `recipe` is that of the norm's launch, `numbers.recipe` of these tensors."""
     x, _, bias, _, _ = inputs
     numbers = step.numbers
     normalised = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
@@ -139,12 +142,12 @@ def gradients(
     mask: tuple[bool, bool, bool, bool, bool],
     sink: Sink | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight, bias, ln_weight and ln_bias, None where not wanted.
+    """Return the gradients of x, weight, bias, ln_weight and ln_bias; None for one that is not wanted.
 
-    dy is (..., out), over ranks never None; dz is that of the z which is returned.
+    dy is (..., out), and never None over a group. dz is the gradient of the z that is returned.
 
-    One rank has one half of the pass after the other, in the order that `numbers` hold least in, or both side by side.
-    Over a group dz is summed while the gradient of weight is computed.
+    One rank runs the two halves of the pass in turn, in the order of `numbers` that needs less memory, or side by side.
+    A group sums dz over the ranks while each computes the gradient of weight.
     """
     norm_mask = mask[0], mask[3], mask[4]
     wants_norm = any(norm_mask)
@@ -155,7 +158,7 @@ def gradients(
         dy = matrix(dy, rows * ranks.size if ranks.sequence else rows)
         wants = mask[1] or sink is not None, mask[2] or (sink is not None and step.bias_dtype is not None)
         products = step.numbers.products(dy, saved, step, ranks, wants)
-    # The gradient of what is returned of one rank, or of all rows, is summed with the rest.
+    # The gradient of a returned z of one rank alone, or of all rows, is summed with the product.
     summed_dz, own_dz = (dz, None) if ranks.alone or step.returned == GATHERED else (None, dz)
 
     def begin_dz() -> Rows | None:
@@ -170,60 +173,60 @@ def gradients(
             if dz is None or not wants_norm:
                 return None, None, None
             return norm_gradients(dz, False, saved, step, norm_mask)
-        all_of_dz = total.result()
+        whole_dz = total.result()
         if not wants_norm:
             return None, None, None
         if own_dz is not None:
-            all_of_dz = all_of_dz.add_(matrix(own_dz, rows))
+            whole_dz = whole_dz.add_(matrix(own_dz, rows))
         if x.dim() != 2:
-            all_of_dz = all_of_dz.view(x.shape)
-        return norm_gradients(all_of_dz, True, saved, step, norm_mask)
+            whole_dz = whole_dz.view(x.shape)
+        return norm_gradients(whole_dz, True, saved, step, norm_mask)
 
     def product_half() -> tuple[Tensor | None, Tensor | None]:
         if products is None:
             return None, None
         products.end_dz()
         if sink is not None:
-            of_product = sink(products)
+            results = sink(products)
         else:
-            of_product = products.weight() if mask[1] else None, products.bias() if mask[2] else None
+            results = products.weight() if mask[1] else None, products.bias() if mask[2] else None
         products.release()
-        return of_product
+        return results
 
     if not ranks.alone:
         if (wants[0] or ranks.gathers) and not (ranks.delayed and sink is not None):
             products.begin_gathering()
         total = begin_dz()
-        of_product = product_half()
-        of_norm = norm_half(total)
+        product_results = product_half()
+        norm_results = norm_half(total)
         if total is not None:
             total.end()
         products.end_gathering()
     elif products is not None and runs_side_by_side(x, products.extra_bytes):
-        operands = products.operands_of_dz  # what one half reads may not be written by the other
+        operands = products.operands_of_dz  # their memory must not be reused while the other half reads them
         if step.numbers.product_first:
-            of_product, of_norm = side_by_side(x, product_half, lambda: norm_half(begin_dz()))
+            product_results, norm_results = side_by_side(x, product_half, lambda: norm_half(begin_dz()))
         else:
-            of_norm, of_product = side_by_side(x, lambda: norm_half(begin_dz()), product_half)
+            norm_results, product_results = side_by_side(x, lambda: norm_half(begin_dz()), product_half)
         del operands
     elif step.numbers.product_first:
-        of_product = product_half()
-        of_norm = norm_half(begin_dz())
+        product_results = product_half()
+        norm_results = norm_half(begin_dz())
     else:
-        of_norm = norm_half(begin_dz())
-        of_product = product_half()
-    (dweight, dbias), (dx, dln_weight, dln_bias) = of_product, of_norm
+        norm_results = norm_half(begin_dz())
+        product_results = product_half()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = product_results, norm_results
     if dln_bias is not None and saved.ln_bias is not None:
         dln_bias = in_dtype(dln_bias, saved.ln_bias.dtype)
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
-# Two halves of a backward pass side by side are what a CUDA graph wins by a second stream. The gradients of weight and
-# bias and those of the norm need nothing of each other: the small kernels of one half fit beside the product of the
-# other, and two products that do not fill the GPU beside each other. Only in a graph: outside one the host is what
-# takes the time of small problems, and events would add to it. Measured: docs/tuning.md, LayerNormLinear.
+# In a CUDA graph the two halves of a backward pass run side by side on two streams, as the gradients of weight and bias
+# do not depend on those of the norm. The small kernels of one half fit beside the product of the other, and so do two
+# products that do not fill the GPU. Outside a graph small problems wait for the host, and events would take it more
+# time. Measured: docs/tuning.md, LayerNormLinear.
 
-MOST_EXTRA_BYTES = 128 << 20  # that may be held at once beyond what one half after the other holds
+MOST_EXTRA_BYTES = 128 << 20  # with more extra memory the halves run in turn
 
 _streams: dict[tuple[int, int], Any] = {}
 
@@ -233,9 +236,9 @@ def runs_side_by_side(x: Tensor, extra_bytes: int) -> bool:
 
 
 def side_by_side(x: Tensor, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return (first(), second()), the first on a second stream of the device of x."""
-    # Whatever the second stream allocates it reuses only behind another wait for the present stream: there is one for
-    # each, and all that was freed meanwhile was used in its order.
+    """Return (first(), second()), where first() runs on a second stream of the device of x."""
+    # Each present stream has a second stream of its own. Memory that the second stream allocates is reused only after
+    # another wait for the present stream, so all uses of what was freed in between come before.
     present = torch.cuda.current_stream(x.device)
     key = (x.get_device(), present.cuda_stream)
     second_stream = _streams.get(key)
@@ -243,21 +246,21 @@ def side_by_side(x: Tensor, first: Callable[[], Any], second: Callable[[], Any])
         second_stream = _streams[key] = torch.cuda.Stream(x.device)
     second_stream.wait_stream(present)
     with torch.cuda.stream(second_stream):
-        of_first = first()
-    of_second = second()
+        first_results = first()
+    second_results = second()
     present.wait_stream(second_stream)
-    return of_first, of_second
+    return first_results, second_results
 
 
-# The norm and its gradients, which are the same of all numbers.
+# The norm and its gradients, which are the same for all numbers.
 
 
 def normalise(
     x, ln_weight, ln_bias, step: Step, wants_statistics: bool, sm_margin: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (z, statistics), statistics None unless wanted; z has the same bits every time.
+    """Return (z, statistics), with statistics None unless they are wanted; z has the same bits every time.
 
-    `out`: where z is written, contiguous and with as many elements, in a shape of its own.
+    z is written to `out` if that is given, a contiguous tensor of as many elements, whose shape may be another one.
     """
     operation, eps, dtype, *_ = step
     if not torch.is_grad_enabled():
@@ -273,36 +276,49 @@ def normalise(
 
 
 def recipe_at_once(
-    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
+    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype | None, sm_margin: int, float8: bool = False
 ) -> launching.Forward | None:
-    """Return the recipe of the norm's launch; None where the tensors cannot go straight to it."""
-    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+    """Return the recipe of the norm's launch; None if the tensors cannot go straight to it.
+
+    z has `dtype`. With `float8` the kernel writes FP8 with a scale for each row, and z only if `dtype` is given.
+    """
+    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None, float8)
     tensors = given(x, ln_weight, ln_bias)
     recipe = repeats.known_call(key, tensors)
     if recipe is not None and nothing_else_listens():
         return recipe
     if not dispatch.at_once(tensors):
         return None
-    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
-    recipe = launching.recipe_of(call, tensors, sm_margin)
+    if float8:
+        recipe = row_recipe(operation, x, ln_weight, ln_bias, dtype, E4M3, sm_margin)
+    else:
+        call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
+        recipe = launching.recipe_of(call, tensors, sm_margin)
     repeats.remember_call(key, tensors, recipe)
     return recipe
 
 
-def norm_gradients(dz: Tensor, own: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):
-    """Return the gradients of the norm. `own`: nobody else holds dz, so dx may take its memory."""
+def normalised_again(saved: Saved, step: Step, place: Tensor | None = None) -> Tensor:
+    """Return this rank's z, (rows, in), computed once more in the backward pass, in `place` if that is given."""
+    _, x, _, ln_weight, ln_bias, *_ = saved
+    z, _ = normalise(x, ln_weight, ln_bias, step, False, step.backward_sm_margin, place)
+    return z if place is not None else matrix(z, x.numel() // x.shape[-1])
+
+
+def norm_gradients(dz: Tensor, in_place: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):
+    """Return the gradients of the norm. With `in_place` dx may take the memory of dz, as nothing else refers to it."""
     statistics, x, _, ln_weight, *_ = saved
     operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
-    return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=own)
+    return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=in_place)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert by `to`, which takes 2 us of the host where there is nothing to do."""
+    """Convert a tensor if it has another dtype, as `to` takes 2 us of the host even if there is nothing to do."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
-    """Make (rows, columns) of it as products read it: an expanded gradient would be copied by every one."""
+    """Return a contiguous tensor as (rows, columns), as every product would copy an expanded gradient."""
     if tensor.dim() != 2:
         tensor = tensor.reshape(rows, tensor.shape[-1])
     return tensor.contiguous()
@@ -312,5 +328,5 @@ _UNCHANGED = nullcontext()
 
 
 def without_autocast(kind: str) -> AbstractContextManager:
-    """Switch autocast off: products of a backward pass have the dtypes that those of the forward pass had."""
+    """Switch autocast off, as products of the backward pass must have the dtypes of those of the forward pass."""
     return torch.autocast(kind, enabled=False) if autocasts(kind) else _UNCHANGED

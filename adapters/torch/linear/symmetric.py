@@ -1,11 +1,11 @@
-"""Rows are exchanged through torch's symmetric memory: each GPU pulls the others' rows by its copy engines.
+"""Exchange rows through torch's symmetric memory: each GPU pulls the others' rows by its copy engines.
 
 Every rank of a group has a buffer of the same size that all the others can read. A rank writes its rows into its own
-buffer and tells the others so (READY); each pulls what it wants on a stream beside the present one, and says that it
-has it (TAKEN). The present stream waits for all of it before the exchange ends, so the next may write the same buffer,
-in whatever stream or CUDA graph it is. No multicast is asked for.
+buffer and tells the others so (READY). Each of them pulls the rows that it wants on a second stream, and says that it
+has them (TAKEN). The present stream waits for all of this before the exchange ends, so that the next exchange may write
+the same buffer in any stream or CUDA graph. Multicast is not used.
 
-A rank that waits longer than the group's timeout ends its CUDA context: torch's kernel prints rank and channel.
+If a rank waits longer than the group's timeout its CUDA context ends, and torch's kernel prints rank and channel.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from ..private import symmetric_memory, timeout_of
 from .exchange import Exchange, Rows, in_turn, is_registered, put
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. Measured:
-# docs/tuning.md, several GPUs.
+# With fewer bytes of all rows ub_* change nothing, because the host's time for more launches would cost more than they
+# gain. Measured: docs/tuning.md, several GPUs.
 LEAST = 64 << 20
-SHAPES = 256  # of which a buffer's views are kept
+SHAPES = 256  # for how many shapes a buffer keeps views
 
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
 
 def worth(size: int) -> bool:
-    """Return whether hiding the exchange of so many bytes under a product wins; else ub_* change nothing.
+    """Return whether it is faster to exchange so many bytes during a product; if not, ub_* change nothing.
 
-    The same on every rank that makes the same calls.
+    The answer is the same on every rank that makes the same calls.
     """
     return size >= LEAST
 
 
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
-    """Return a group's exchange, None where torch.distributed must do; a collective at the first call for a group."""
+    """Return a group's exchange; None if torch.distributed must do it. The first call for a group is a collective."""
     key = (group.group_name, device)
-    known, symmetric_exchange = _exchanges.get(key, (None, None))
-    if known is group:
+    known_group, symmetric_exchange = _exchanges.get(key, (None, None))
+    if known_group is group:
         return symmetric_exchange
     _refuse_capture(device)
-    for other in [other for other, (its_group, _) in _exchanges.items() if not is_registered(its_group)]:
-        del _exchanges[other]  # with its buffers
+    for old_key in [name for name, (old_group, _) in _exchanges.items() if not is_registered(old_group)]:
+        del _exchanges[old_key]  # with its buffers
     reason = why_not(group, device)
     if reason:
         logs.fell_back("LayerNormLinear", "rows are exchanged by torch.distributed", reason)
@@ -60,12 +60,12 @@ def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
 
 
 def why_not(group: Any, device: torch.device) -> str | None:
-    """Return why ranks cannot reach each other's memory, None if they can, the same on every rank; a collective."""
+    """Return why ranks cannot reach each other's memory, the same on every rank; None if they can. A collective."""
     if device.type != "cuda":
         return f"tensors on {device.type} have no symmetric memory"
-    own = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
-    ranks = _of_all(group, own, device)
-    reasons = _of_all(group, _unreached(ranks, device), device)
+    host_and_gpu = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
+    ranks = _gathered(group, host_and_gpu, device)
+    reasons = _gathered(group, _unreached(ranks, device), device)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -78,20 +78,21 @@ def _unreached(ranks: list[tuple[str, str, str]], device: torch.device) -> str |
         return "two ranks share a GPU"
     count = torch.cuda.device_count()
     visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(count)}
-    for _, _, uuid in ranks:  # of a GPU that only its own rank sees, rendezvous will tell
-        other = visible.get(uuid, device.index)
-        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
-            return f"GPU {device.index} cannot reach the memory of GPU {other}"
+    for _, _, uuid in ranks:  # if only its own rank sees a GPU, the rendezvous will fail
+        peer = visible.get(uuid, device.index)
+        if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
+            return f"GPU {device.index} cannot reach the memory of GPU {peer}"
     return None
 
 
 def _boot() -> str:
-    """Return what tells containers of one host name apart that run on two hosts."""
+    """Return an id of the host, which tells containers apart that have the same host name on two hosts."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.exists() else ""
 
 
-def _of_all(group: Any, value: Any, device: torch.device) -> list[Any]:
+def _gathered(group: Any, value: Any, device: torch.device) -> list[Any]:
+    """Return the values of all ranks; a collective."""
     values = [None] * dist.get_world_size(group)
     with torch.cuda.device(device):
         dist.all_gather_object(values, value, group=group)
@@ -128,17 +129,20 @@ class SymmetricExchange(Exchange):
 
 
 class Side:
-    """The second stream, in front of others: a signal must not wait until a product leaves it room."""
+    """The second stream. It has a high priority, as a signal must not wait until a product leaves it room."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._asked = torch.cuda.Event()  # a new one each time takes the host longer
+        self._begin = torch.cuda.Event()  # a new one each time takes the host longer
 
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
-        """Run what is launched inside after all that the present stream was given; yields what marks a point of it."""
-        self._asked.record(torch.cuda.current_stream(self._stream.device))
-        self._stream.wait_event(self._asked)
+        """Launch what is launched inside on this stream, after all earlier work of the present stream.
+
+        Yield a function that marks a point of this stream, for `wait`.
+        """
+        self._begin.record(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._begin)
         with torch.cuda.stream(self._stream):
             yield self._stream.record_event
 
@@ -148,10 +152,10 @@ class Side:
 
 
 class Buffer:
-    """Memory of one size on each rank that all ranks can read, as large as the largest that was asked for."""
+    """Memory on each rank that all ranks can read, of the same size everywhere, which grows with the matrices."""
 
     memory: Any  # of torch.distributed._symmetric_memory
-    _own: Any  # what keeps it
+    _own: Any  # this rank's tensor, which keeps the memory
 
     def __init__(self, group: Any, device: torch.device):
         self._group, self._device = group, device
@@ -159,7 +163,7 @@ class Buffer:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def of_ranks(self, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-        """Return such a matrix of each rank; a collective where there is not enough memory yet."""
+        """Return a matrix of this shape and dtype on each rank; a collective if there is not enough memory yet."""
         views = self._views.get((shape, dtype))
         if views is None:
             size = math.prod(shape) * dtype.itemsize
@@ -178,7 +182,7 @@ class Buffer:
 def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
     """Return symmetric memory, and this rank's tensor of it.
 
-    Every rank comes here with nothing under way, so what was there before may go.
+    No exchange is under way on any rank, so that earlier memory may be freed.
     """
     empty, rendezvous = symmetric_memory()
     torch.cuda.synchronize(device)
@@ -187,7 +191,7 @@ def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor |
 
 
 class _Exchanged(Rows):
-    """Holds a matrix of all rows in the buffer of each rank."""
+    """Rows of a matrix of all rows, which lies in the buffer of each rank."""
 
     def __init__(self, exchange: SymmetricExchange, buffer: Buffer, rows: int, cols: int, dtype: torch.dtype):
         self.exchange, self._buffer, self._rows = exchange, buffer, rows
@@ -251,9 +255,9 @@ class _Summing(_Exchanged):
         self.place = self._whole
         shape = (self._rows, self.place.shape[1])
         ranks = self.exchange.ranks
-        # Of this stream's memory, as what comes after the exchange is.
+        # The memory belongs to the present stream, which uses it after the exchange.
         self._sum = self._whole.new_empty(shape)
-        self._found = self._whole.new_empty((ranks, *shape)) if ranks > 2 else None
+        self._terms = self._whole.new_empty((ranks, *shape)) if ranks > 2 else None
         self._come: Any = None
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
@@ -266,7 +270,7 @@ class _Summing(_Exchanged):
             self._take_leave(mark)
 
     def send(self, rank: int) -> None:
-        """Send to the n-th rank after this one, while the n-th before it sends to this one."""
+        """Send to the n-th rank after this one, while the n-th rank before this one sends here."""
         exchange, buffer = self.exchange, self._buffer
         with exchange.side.after_present() as mark:
             if rank == exchange.rank:
@@ -279,17 +283,20 @@ class _Summing(_Exchanged):
             self._pull(sender)
 
     def _pull(self, sender: int) -> None:
-        into = self._sum if self._found is None else self._found[sender]
-        into.copy_(self._part(self._of_ranks[sender], self.exchange.rank))
+        terms = self._sum if self._terms is None else self._terms[sender]
+        terms.copy_(self._part(self._of_ranks[sender], self.exchange.rank))
 
     def _add(self, mark: Callable[[], Any]) -> None:
-        """Add in float32 (float64 for float64), in rank order, and round once; it finds room beside a product."""
+        """Add the terms in float32 (float64 for float64), in rank order, and round once.
+
+        The kernel is small enough to run beside a product.
+        """
         own = self._part(self._whole, self.exchange.rank)
-        if self._found is None:
+        if self._terms is None:
             torch.add(own, self._sum, out=self._sum)
         else:
-            self._found[self.exchange.rank].copy_(own)
-            torch.sum(self._found, 0, out=self._sum)
+            self._terms[self.exchange.rank].copy_(own)
+            torch.sum(self._terms, 0, out=self._sum)
         self._come = mark()
 
     def end(self) -> None:

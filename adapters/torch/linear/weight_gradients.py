@@ -1,4 +1,4 @@
-"""Gradients of LayerNormLinear's weight and bias that autograd does not handle are added to main_grad, or delayed."""
+"""Add gradients of LayerNormLinear's weight and bias to main_grad, or delay them, in autograd's place."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class WeightGradients(nn.Module):
     def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return None
-        # Other ranks may wait in `backward_dw` for this one's z though weight is frozen.
-        of_frozen = self._over_ranks and self.delay_wgrad_compute and self.sequence_parallel
-        if not of_frozen and not any(weight.requires_grad for weight in self._weights):
+        # Other ranks may wait in `backward_dw` for the z of this one, even if weight is frozen.
+        serves_ranks = self._over_ranks and self.delay_wgrad_compute and self.sequence_parallel
+        if not serves_ranks and not any(weight.requires_grad for weight in self._weights):
             return None
         if self.fuse_wgrad_accumulation:
             for part, weight in zip(self._parts, self._weights, strict=True):
@@ -62,7 +62,7 @@ class WeightGradients(nn.Module):
         return partial(self._take, is_first_microbatch is True)
 
     def _take(self, overwrite: bool, gradients: ProductGradients) -> tuple[Tensor | None, Tensor | None]:
-        """Take gradients as a Sink: autograd gets none for weight and bias, or one that says they are taken care of."""
+        """Take gradients as a Sink does. Autograd gets none of them, or a tensor that stands for weight's gradient."""
         if self.delay_wgrad_compute:
             self._delayed.append(partial(self._weight_gradients, overwrite, gradients))
             return None, None
@@ -71,10 +71,10 @@ class WeightGradients(nn.Module):
         return self._stand_in(gradients.dtype), gradients.bias() if self._applied_biases else None
 
     def _weight_gradients(self, overwrite: bool, gradients: ProductGradients) -> None:
-        """Compute what a backward pass left to `backward_dw`."""
+        """Compute the gradients that a backward pass has left to `backward_dw`."""
         rows = [part.rows for part in self._parts]
         if not any(weight.requires_grad for weight in self._weights):
-            gradients.weight()  # for z, which other ranks wait for
+            gradients.weight()  # it gathers z, which other ranks wait for
         elif self.fuse_wgrad_accumulation:
             self._accumulate(overwrite, gradients)
         else:
@@ -94,7 +94,7 @@ class WeightGradients(nn.Module):
             start += part.rows
 
     def _stand_in(self, dtype: torch.dtype) -> Tensor | None:
-        """Return what a hook of Megatron's data parallelism waits for; zeros if `zero_out_wgrad` is set."""
+        """Return the gradient that a hook of Megatron's data parallelism waits for; zeros with `zero_out_wgrad`."""
         marked = [weight for weight in self._weights if hasattr(weight, "grad_added_to_main_grad")]
         if not marked:
             return None
@@ -105,12 +105,12 @@ class WeightGradients(nn.Module):
         return make(self.out_features, self.in_features, device=marked[0].device, dtype=dtype)
 
     def backward_dw(self) -> None:
-        """Compute the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
+        """Compute the delayed gradients of the earliest backward pass whose gradients are not yet computed.
 
         Raises
         ------
         RuntimeError
-            There is none.
+            If there is no such backward pass.
         """
         if not self.delay_wgrad_compute:
             return
@@ -133,7 +133,7 @@ class WeightGradients(nn.Module):
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a parameter's, as autograd does."""
+    """Add a gradient to that of a parameter, as autograd does."""
     if parameter.requires_grad:
         gradient = gradient.to(parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,4 +1,4 @@
-"""Products in 16, 32 or 64 bits are torch's own, of tensors as they are."""
+"""Products in 16, 32 or 64 bits: they are torch's own, of the tensors as they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ from ..norm import dispatch, launching
 from ..norm.functional import HALF, given
 from .exchange import in_turn
 from .parallel import Ranks, Rows
-from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
+from .step import (
+    GATHERED,
+    NOTHING,
+    Inputs,
+    Normalised,
+    Saved,
+    Step,
+    matrix,
+    normalise,
+    normalised_again,
+    recipe_at_once,
+)
 
 
 class Wide:
     scheme = None
     limits = None
-    # In this order a z that is computed once more is gone before dz is there.
+    # In this order a z that is computed once more is freed before dz is allocated.
     product_first = True
 
     def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
@@ -31,17 +42,17 @@ class Wide:
                 )
 
     def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
-        """Return the tensors as products read them; `cast` is what autocast converts weight and bias to."""
+        """Return the tensors as products read them; autocast converts weight and bias to `cast`."""
         if cast is None:
             return inputs
-        x, weight, bias, *of_norm = inputs
-        return x, weight.to(cast), None if bias is None else bias.to(cast), *of_norm
+        x, weight, bias, *norm_parameters = inputs
+        return x, weight.to(cast), None if bias is None else bias.to(cast), *norm_parameters
 
     def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> Any:
-        """Return the recipe of the norm's launch; None where the tensors cannot go straight to it."""
+        """Return the recipe of the norm's launch; None if the tensors cannot go straight to it."""
         return recipe_at_once(x, ln_weight, ln_bias, step.operation, step.dtype, step.sm_margin)
 
-    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> tuple:
+    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, cached_weights: Any) -> tuple:
         """Return weight in the order of step.Weights."""
         return weight, None, weight, None
 
@@ -73,13 +84,13 @@ class Wide:
         """Return what the call returns of z and what it keeps of Z, after the product."""
         gathered, _, z = normalised
         keeps, returned = step.keep_normalized, step.returned
-        if ranks.alone:  # what is kept has a derivative as a result alone
+        if ranks.alone:  # a z that is kept is a result too, as it has a derivative only then
             return z if keeps or returned != NOTHING else None, z if keeps else None
         whole = gathered if gathered is z else gathered.whole(keeps or returned == GATHERED)
         kept = whole if keeps else None
         if returned == NOTHING:
             return None, kept
-        # The user may change what is returned: it is a second tensor where the first is kept, or is of an exchange.
+        # The user may change what is returned, so it is a copy if the tensor is kept or belongs to an exchange.
         if returned == GATHERED:
             return (whole if kept is None else whole.clone()).view(ranks.shape_of_all(x)), kept
         return (z if whole is z and kept is None else z.clone()).view(x.shape), kept
@@ -92,7 +103,7 @@ WIDE = Wide()
 
 
 def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y (all rows, out): own rows first, while the others come in the order of the ranks after this one."""
+    """Return y (all rows, out), with own rows first, while those of the others come in the order of `in_turn`."""
     exchange, rows = gathering.exchange, len(gathering.own)
     y = gathering.own.new_empty((exchange.ranks * rows, len(weight)))
     *others, own = in_turn(exchange.rank, exchange.ranks)
@@ -102,19 +113,19 @@ def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return a b + added, in `out` if there is one."""
+    """Return a b + added, written to `out` if that is given."""
     return torch.mm(a, b, out=out) if added is None else torch.addmm(added, a, b, out=out)
 
 
 class _Products:
-    """step.Products of tensors as they are; z is computed once more when it is needed, unless it was kept."""
+    """step.Products of the tensors as they are. z is computed once more when it is needed, unless it was kept."""
 
     operands_of_dz = None
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks):
         self.dtype = dy.dtype
         self._dy, self._saved, self._step, self._ranks = dy, saved, step, ranks
-        # Each half has one tensor of the size of z to itself, unless z is kept anyway.
+        # Each half needs one tensor of the size of z, unless z is kept anyway.
         self.extra_bytes = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
         self._gathering: Rows | None = None
         self._rows: Tensor | None = None
@@ -123,28 +134,22 @@ class _Products:
         if self._ranks.sequence and self._saved.kept is None:
             self._gathering = self._gathered()
 
-    def _normalise(self, place: Tensor | None = None) -> Tensor:
-        """Compute this rank's z once more, (rows, in)."""
-        _, x, _, ln_weight, ln_bias, *_ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin, place)
-        return z if place is not None else matrix(z, x.numel() // x.shape[-1])
-
     def _gathered(self) -> Rows:
         x, ranks = self._saved.x, self._ranks
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
         exchange = ranks.gathering(rows, cols, x, self._step.dtype, ranks.bulk_gather)
-        exchange.start(self._normalise(exchange.place))
+        exchange.start(normalised_again(self._saved, self._step, exchange.place))
         return exchange
 
     @property
     def _z(self) -> Tensor:
-        """Z, (all rows, in)."""
+        """Return Z, (all rows, in)."""
         if self._rows is None:
             kept = self._saved.kept
             if kept is not None:
                 self._rows = matrix(kept, len(self._dy))
             elif not self._ranks.sequence:
-                self._rows = self._normalise()
+                self._rows = normalised_again(self._saved, self._step)
             else:
                 self._rows = self._gathered().whole() if self._gathering is None else self._gathering.come()
         return self._rows
@@ -164,7 +169,7 @@ class _Products:
         pass
 
     def weight(self) -> Tensor:
-        """Return dyᵀ Z laid out as weight is, as autograd would copy another layout."""
+        """Return dyᵀ Z, laid out as weight is because autograd would copy another layout."""
         by_rows = self._saved.weight.stride(1) == 1
         return torch.mm(self._dy.t(), self._z) if by_rows else torch.mm(self._z.t(), self._dy).t()
 
@@ -183,7 +188,7 @@ class _Products:
 
 
 def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
-    """Add dyᵀ z to `total`, or write it where `overwrite`, in the product itself, also to float32 from 16 bits."""
+    """Add dyᵀ z to `total`, or write it with `overwrite`, in the product itself, also from 16 bits to float32."""
     beta = 0 if overwrite else 1
     if total.dtype is dy.dtype:
         torch.addmm(total, dy.t(), z, beta=beta, out=total)

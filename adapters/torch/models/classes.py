@@ -63,14 +63,14 @@ class Swaps:
     """Change the classes of modules, and keep what is needed to change them back."""
 
     def __init__(self):
-        self._made: list[tuple[nn.Module, type, type]] = []  # module, its class before, its class since
+        self._made: list[tuple[nn.Module, type, type]] = []  # module, its original class, its new class
 
     def swap(self, module: nn.Module, cls: type) -> None:
         """Change the class of a module."""
-        before = type(module)
+        original = type(module)
         vars(module).pop("forward", None)  # it can only be the forward of the class, which a removed hook has left
         module.__class__ = cls
-        self._made.append((module, before, cls))
+        self._made.append((module, original, cls))
 
     def undo(self, *attributes: str) -> None:
         """Give every module its class back, and remove the attributes; a second call does nothing.
@@ -78,14 +78,14 @@ class Swaps:
         If a class was changed since by somebody else, RuntimeError is raised and nothing is done, as that change would
         be lost.
         """
-        for module, before, after in self._made:
-            if type(module) is not after:
+        for module, original, replacement in self._made:
+            if type(module) is not replacement:
                 raise RuntimeError(
-                    f"undo: this {before.__name__} must have the class that it was given; got "
+                    f"undo: this {original.__name__} must have the class that it was given; got "
                     f"{type(module).__qualname__} of {type(module).__module__}. Undo first what was done to it since."
                 )
-        for module, before, _ in self._made:
-            module.__class__ = before
+        for module, original, _ in self._made:
+            module.__class__ = original
             for name in attributes:
                 module.__dict__.pop(name, None)
         self._made.clear()

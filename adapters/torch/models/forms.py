@@ -82,9 +82,9 @@ def form_of(module: nn.Module) -> Form | GatedForm | str:
 def _obstacle(module: nn.Module) -> str:
     """Say why a module cannot be tried; "" if it can."""
     parameters = dict(module.named_parameters(recurse=False))
-    others = sorted(parameters.keys() - {"weight", "bias"})
-    if others:
-        return f"has the parameters {', '.join(others)}: only weight and bias are known"
+    unknown = sorted(parameters.keys() - {"weight", "bias"})
+    if unknown:
+        return f"has the parameters {', '.join(unknown)}: only weight and bias are known"
     if any(parameter.dim() != 1 for parameter in parameters.values()):
         return "has a weight or bias of several axes"
     if _arguments(module) not in (1, 2):
@@ -202,11 +202,11 @@ class _Trial:
 
         Tensors of two and of four axes, and with twice the columns, must give the same unless the module refuses them.
         """
-        both = torch.stack([self.x, self.gate])
-        others = [both[:, 0], torch.stack([both, -2 * both], 3)]
+        pair = torch.stack([self.x, self.gate])
+        variants = [pair[:, 0], torch.stack([pair, -2 * pair], 3)]
         if self.weight is None and self.bias is None:
-            others.append(torch.cat([both, -2 * both], -1))
-        for x, gate in others:
+            variants.append(torch.cat([pair, -2 * pair], -1))
+        for x, gate in variants:
             with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):
                 if not self._agrees(self._called(x, gate), formula, eps, x, gate):
                     return False

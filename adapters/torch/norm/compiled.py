@@ -1,11 +1,11 @@
-"""A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
+"""A norm for compiled code: its forward pass runs in torch's own operators, and its backward pass is our kernel.
 
     torch.ops.cunorm.chosen_norm -> y
 
-In the forward pass the compiler sees reductions and products, and fuses them with the operators around them; in the
-backward pass it sees one call, torch.ops.cunorm.fused_norm_backward. For fewer elements it sees the model's own
-operators instead. The choice is made where AOTAutograd decomposes the operator, as it is known there whether a CUDA
-graph will be recorded: with one, a step does not wait for the host. Only `accelerate` uses this.
+In the forward pass the compiler sees reductions and products, and fuses them with the operators around them. In the
+backward pass it sees one call, torch.ops.cunorm.fused_norm_backward. With few elements it sees the model's own
+operators instead. The choice is made when AOTAutograd decomposes the operator, because it is known then whether a CUDA
+graph will be recorded, with which a step does not wait for the host. Only `accelerate` uses this.
 """
 
 from __future__ import annotations

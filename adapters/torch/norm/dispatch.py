@@ -13,7 +13,7 @@ The rows of a DTensor are dispatched in this way on each device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,17 +40,14 @@ grad_enabled = torch.is_grad_enabled
 
 
 class Known(NamedTuple):
-    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient.
-
-    `places` are those of `saved` among the tensors and then the results.
-    """
+    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient."""
 
     recipe: launching.Forward
     numbers: Sequence[float]
     eps: float
     differentiable: bool  # some tensor requires a gradient
     saved: tuple[str, ...]  # the names of what the backward pass reads
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # the places of `saved` among the tensors and then the results
     wants_statistics: bool = False  # they are returned after the results
     compiled: Callable[..., tuple[Tensor, ...] | None] | None = None  # serves such a call in C++
 
@@ -74,12 +71,7 @@ def run(
             return run_known(known, tensors), None
     if at_once(tensors):
         if not wants_statistics:
-            known = described(call, tensors, numbers, eps)
-            forward, _, inference = call.sm_margins
-            # repeats.py does not ask whether autograd is on, and does not remember a call with one tensor given twice.
-            if forward == inference and len({id(tensor) for tensor in tensors}) == len(tensors):
-                repeats.remember_call((call, tensors[0].shape, eps, *numbers), tensors, known)
-            return run_known(known, tensors), None
+            return run_new((call, tensors[0].shape, eps, *numbers), call, tensors, numbers, eps), None
         known = _described(call, tensors, numbers, eps)._replace(wants_statistics=True)
         if not (known.differentiable and grad_enabled()):
             return launching.forward_by(known.recipe, tensors, numbers, eps, True)
@@ -109,20 +101,23 @@ def run(
     return by_operator(call, tensors, numbers, eps, wants_statistics)
 
 
-def described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """Return what follows for calls like this one, of plain CUDA tensors."""
+def run_new(
+    key: Hashable, call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float
+) -> Sequence[Tensor]:
+    """Run a call of plain CUDA tensors, and remember by `key` what follows for calls like it."""
     known = _described(call, tensors, numbers, eps)
     if known.differentiable and grad_enabled():
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
-    if forward != inference:  # C++ has one margin for both
-        return known
-    which = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
-    return known._replace(compiled=nodes.call_of(which))
+    if forward == inference:  # C++ has one margin for both, and repeats.py does not ask whether autograd is on
+        compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
+        known = known._replace(compiled=nodes.call_of(compiled_pass))
+        repeats.remember_call(key, tensors, known)
+    return run_known(known, tensors)
 
 
 def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """Return what follows for calls like this one, without C++."""
+    """Return what follows for calls like this one of plain CUDA tensors, without C++."""
     mask = tuple(tensor.requires_grad for tensor in tensors)
     forward, _, inference = call.sm_margins
     recipe = launching.recipe_of(call, tensors, forward if any(mask) and grad_enabled() else inference)
@@ -217,13 +212,11 @@ def gradients_of(
     results: Sequence[Tensor] = ()
     if computed:
         recipe = launching.known_backward(family, saved, dy, ds, computed)
-        if recipe is not None and not grad_enabled() and nothing_else_listens():
-            results = launching.backward_by(recipe, saved, dy, ds)
-        elif all(gradient is None or launchable(gradient) for gradient in (dy, ds)):
-            launching.remember_backward(family, saved, dy, ds, computed)
-            results = launching.backward(family, saved, dy, ds, computed)
-        else:
-            return _through_torch(family, saved, eps, dy, ds, mask)
+        if recipe is None or grad_enabled() or not nothing_else_listens():
+            if not all(gradient is None or launchable(gradient) for gradient in (dy, ds)):
+                return _through_torch(family, saved, eps, dy, ds, mask)
+            recipe = launching.new_backward(family, saved, dy, ds, computed)
+        results = launching.backward_by(recipe, saved, dy, ds)
     elif not launchable(dy):
         return _through_torch(family, saved, eps, dy, ds, mask)
     if computed == call.names:
@@ -242,8 +235,7 @@ def _through_torch(family: Family, saved: Saved, eps: float, dy, ds, mask: tuple
         by_name[name] if name in by_name else saved.statistics.new_empty(()).expand(layouts[name].shape)
         for name in call.names
     ]
-    options = operators.forward_options(call, saved.numbers, eps, dtypes[0], True, True).backward(dtypes)
-    options = options._replace(wanted=mask)
+    options = operators.backward_options(call, saved.numbers, eps, dtypes, mask)
     return operators.gradients(call, options, dy, ds, tensors, by_name.get("s"), saved.statistics)
 
 
@@ -262,31 +254,37 @@ def affine_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight and bias of a plain norm, by its name in NAMED; None where `mask` is False.
 
-    They are differentiable where that is wanted. dbias has the dtype of weight, else of x. With `in_place` dx may take
-    the memory of dy. dx is written to `dx_out` if that is given, which needs tensors that can be launched directly.
+    They are differentiable if autograd is on. dbias has the dtype of weight, or of x if there is no weight. With
+    `in_place` dx may take the memory of dy. With `dx_out` dx is written there, and the tensors must be launchable.
     """
     family = calls.affine_family(name, x, weight, sm_margin)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)
     wanted = tuple(operand for operand, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
-    recipe = None if dx_out is not None else launching.known_backward(family, saved, dy, None, wanted)
     if dx_out is not None:
-        gradients = launching.backward(family, saved, dy, None, wanted, dx_out=dx_out)
-    elif recipe is not None and not grad_enabled() and nothing_else_listens():
-        gradients = launching.backward_by(recipe, saved, dy, None, in_place)
-    elif launchable(dy) and at_once(saved.tensors):
-        launching.remember_backward(family, saved, dy, None, wanted)
-        gradients = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
+        recipe = launching.backward_recipe_of(family, saved, dy, None, wanted, dx_out)
     else:
-        call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
-        row = x.new_ones(()).expand(x.shape[-1:])  # the bias, of which only the shape counts, and a missing weight
-        x_dtype, row_dtype = (checks.dtype_name(tensor.dtype) for tensor in (x, x if weight is None else weight))
-        options = operators.forward_options(call, (), eps, x_dtype, True, True)
-        options = options.backward([x_dtype, row_dtype, row_dtype])._replace(wanted=mask)
-        tensors = (x, row if weight is None else weight, row)
-        return tuple(operators.gradients(call, options, dy, None, tensors, None, statistics))
-    remaining = iter(gradients)
+        recipe = launching.known_backward(family, saved, dy, None, wanted)
+        if recipe is None or grad_enabled() or not nothing_else_listens():
+            if not (launchable(dy) and at_once(saved.tensors)):
+                call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
+                dtypes = (x.dtype, *[x.dtype if weight is None else weight.dtype] * 2)
+                return tuple(_affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask))
+            recipe = launching.new_backward(family, saved, dy, None, wanted)
+    remaining = iter(launching.backward_by(recipe, saved, dy, None, in_place, dx_out))
     dx, dweight, dbias = (next(remaining) if wants else None for wants in mask)
     return dx, dweight, dbias
+
+
+def _affine_through_torch(call: Call, eps: float, dy, x, weight, statistics, dtypes, mask) -> list[Tensor | None]:
+    """Run the backward pass of a plain norm by the operators, or for second derivatives by torch's own.
+
+    `dtypes` are those of the tensors of the call, of which the bias is not given, as only its shape counts.
+    """
+    row = x.new_ones(()).expand(x.shape[-1:])
+    by_name = {"x": x, "weight": row if weight is None else weight, "bias": row}
+    options = operators.backward_options(call, (), eps, [checks.dtype_name(dtype) for dtype in dtypes], mask)
+    tensors = [by_name[name] for name in call.names]
+    return operators.gradients(call, options, dy, None, tensors, None, statistics)
 
 
 class _NormOnCpu(torch.autograd.Function):
@@ -300,27 +298,23 @@ class _NormOnCpu(torch.autograd.Function):
         ctx.save_for_backward(x, statistics, weight)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.call = call, eps, [checks.dtype_name(tensor.dtype) for tensor in (x, *operands)]
+        ctx.call = call, eps, [tensor.dtype for tensor in (x, *operands)]
         return y, statistics
 
     @staticmethod
     def backward(ctx, dy, _):
         x, statistics, weight = ctx.saved_tensors
-        call, eps, dtypes = ctx.call
-        mask = ctx.needs_input_grad[2:]
+        (call, eps, dtypes), mask = ctx.call, ctx.needs_input_grad[2:]
         if dy is None:
             return None, None, *[None] * len(mask)
         if type(dy) is Tensor and not grad_enabled() and nothing_listens() and not is_batched(dy):
             by_name = operators.backward_by_torch(call.affine, dy, x, statistics, weight, call.wanted(mask))
             gradients = [
-                by_name[name].to(getattr(torch, dtype)) if name in by_name else None
+                by_name[name].to(dtype) if name in by_name else None
                 for name, dtype in zip(call.names, dtypes, strict=True)
             ]
         else:
-            options = operators.forward_options(call, (), eps, dtypes[0], True, True).backward(dtypes)
-            operands = {"x": x, "weight": weight, "bias": x.new_empty(()).expand(x.shape[-1:])}
-            tensors = [operands[name] for name in call.names]
-            gradients = operators.gradients(call, options._replace(wanted=mask), dy, None, tensors, None, statistics)
+            gradients = _affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask)
         return None, None, *gradients
 
 

@@ -26,7 +26,7 @@ from .calls import Call, affine_call, call_of
 
 
 class Scaling(NamedTuple):
-    """How y is rounded to 8 bits, and the scale of a store with one for all, None to compute it."""
+    """How y is rounded to FP8. `scale` is for a store with one scale for all of y; it is computed if it is None."""
 
     store: Float8Store
     scale: Any
@@ -93,15 +93,16 @@ def run(
 ) -> dict[str, Tensor]:
     """Run a call with FP8 output and return its results by name.
 
-    `call()` is what one kernel runs, `unrounded()` the results with y in float32, where no kernel can be launched.
+    `call()` returns the call that one kernel runs. `unrounded()` returns the results with y in float32, and is used if
+    no kernel can be launched.
     """
     store, scale = scaling
     x, inputs = tensors["x"], tuple(tensors.values())
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
     if not torch.compiler.is_compiling() and dispatch.at_once(inputs):
         read = inputs if scales is None else (*inputs, scales)
-        of_kernel = call()
-        recipe = launching.recipe_of(of_kernel, read, of_kernel.sm_margins[2])
+        fused_call = call()
+        recipe = launching.recipe_of(fused_call, read, fused_call.sm_margins[2])
         results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
         by_name = dict(zip(recipe.written, results, strict=True))
         return by_name if scales is None else by_name | {"y8_scale": scales}
@@ -124,7 +125,7 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
 
 
 def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
-    """Return the one scale for all of y: `scale` if it is given, else one that no value of y exceeds."""
+    """Return the one scale for all of y: `scale` if it is given, else one with which no value of y is too large."""
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     if scale is not None:
         return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())

@@ -1,9 +1,9 @@
 """`layer_norm` and `rms_norm`, drop-in replacements for those of torch.nn.functional.
 
-A call goes to torch's own norm on other devices where nothing is differentiated, in programs that must not hold our
-operators, and for tensors that our kernels do not read. Else it is checked as torch checks it and dispatched like any
-other operation (dispatch.py). torch's own operators are never differentiated here: its layer_norm is wrong from the
-third derivative on, and already in the second if one of the two is forward-mode.
+A call goes to torch's own norm if nothing is differentiated on a device other than a GPU, if a program must not hold
+our operators, and if our kernels do not read its tensors. Any other call is checked as torch checks it, and dispatched
+like any other operation (dispatch.py). torch's own operators are never differentiated here: its layer_norm is wrong
+from the third derivative on, and already in the second if one of the two is forward-mode.
 
 cunorm's own functions (arrays.py) call this module after their own checks.
 """
@@ -136,7 +136,7 @@ def rms_norm(
 def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Tensor:
     """Compute either function; `operation` is a name of cunorm.operation.NAMED."""
     if dispatch.compiling():
-        return _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+        return _slowly(operation, (x, weight, bias), normalized_shape, eps, dtype, sm_margin)
     key = None
     if type(x) in PLAIN and type(sm_margin) is int and type(eps) in EPS and type(dtype) in DTYPE:
         shape = normalized_shape
@@ -152,7 +152,7 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         if node is not None:
             return node
     checks.tensors(NAMED[operation].norm, x, weight, bias)
-    return _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin, key)
+    return _slowly(operation, (x, weight, bias), normalized_shape, eps, dtype, sm_margin, key)
 
 
 def given(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -162,12 +162,12 @@ def given(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
     return (x,) if weight is None else (x, weight)
 
 
-def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin, key=None) -> Tensor:
+def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, key=None) -> Tensor:
     """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`.
 
     It can be traced.
     """
-    function = NAMED[operation].norm
+    function, (x, weight, bias) = NAMED[operation].norm, x_weight_bias
     shape = checks.shape(function, normalized_shape)
     margins = checks.sm_margins(function, sm_margin)
     if dtype is not None:
@@ -176,18 +176,14 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     at_once = not dispatch.compiling() and dispatch.at_once(tensors)
     if not at_once and _torch_serves(x, weight, bias, wanted or under_functorch() or in_forward_mode()):
-        return _own(operation, x, shape, weight, bias, eps, dtype)
+        return _by_torch(operation, x, shape, weight, bias, eps, dtype)
     ndim = checks.trailing_axes(function, x, shape)
     eps = checks.eps(function, eps, x)
     if dtype is None:
         dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
     call, rows = prepared(operation, x, ndim, weight, bias, dtype, margins)
     if at_once and key is not None and ndim == 1:
-        known = dispatch.described(call, rows, (), eps)
-        # repeats.py does not remember a call with one tensor given twice.
-        if len({id(tensor) for tensor in rows}) == len(rows):
-            repeats.remember_call(key, rows, known)
-        return dispatch.run_known(known, rows)[0]
+        return dispatch.run_new(key, call, rows, (), eps)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
     return y if ndim == 1 else y.reshape(x.shape)
 
@@ -228,7 +224,7 @@ def symbolic(function: Callable[..., Any], *arguments: Any, **options: Any) -> t
 
 
 def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differentiated: bool) -> bool:
-    """Say whether a call goes to torch's own norm: ours does not serve it, or it is not differentiated off the GPU.
+    """Say whether a call goes to torch's own norm: ours does not serve it, or nothing is differentiated off the GPU.
 
     A program that is exported or traced for another device than CUDA holds torch's norm, as it must run without cunorm.
     """
@@ -284,12 +280,11 @@ def autocasts(kind: str) -> bool:
 AUTOCAST_TO_FLOAT32 = {name: autocasts_to_float32(operation.norm) for name, operation in NAMED.items()}
 
 
-def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
-    """Run torch's own operators, in wider arithmetic where they would refuse a mixture of dtypes or round twice."""
+def _by_torch(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
+    """Run torch's own operators, in wider arithmetic if they would refuse a mixture of dtypes or round twice."""
     function = NAMED[operation].norm
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    ours = operation != function or dtype not in (None, x.dtype)
-    if ours:
+    if operation != function or dtype not in (None, x.dtype):
         checks.floating(function, x=x, weight=weight, bias=bias)
     elif len(dtypes) == 1 or not dtypes <= {*FLOATING}:  # torch computes, or refuses, dtypes that are not ours
         y = _torch_norm(function, x, shape, weight, bias, eps)
@@ -307,7 +302,7 @@ def _torch_norm(function, x, shape, weight, bias, eps) -> Tensor:
     if torch.onnx.is_in_onnx_export():  # torch 2.11 cannot export aten._fused_rms_norm, the kernel for CUDA
         ndim = checks.trailing_axes(function, x, shape)
         checks.forward(function, x, ndim, weight, None, x.dtype)
-        call, rows = prepared(function, x, ndim, weight, None, x.dtype, (0, 0, 0))
+        call, rows = in_rows(function, x, ndim, weight, None, x.dtype, (0, 0, 0))
         (y,), _ = dispatch.by_formulas(call, rows, (), checks.eps(function, eps, x), False)
         return y.reshape(x.shape)
     return torch.nn.functional.rms_norm(x, shape, weight, eps)

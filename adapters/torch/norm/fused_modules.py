@@ -37,17 +37,17 @@ class _AddNorm(Options):
         return options
 
     def _added(
-        self, add_norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *others: Any
+        self, add_norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *parameters: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return (y, s) by `add_norm`, with the normalised axes flattened; `others` are the parameters and eps."""
+        """Return (y, s) by `add_norm`, with the normalised axes flattened; eps is the last of the `parameters`."""
         options, shape = self._options(x), self.normalized_shape
         if isinstance(x, Tensor):
             checks.trailing_axes(type(self).__name__, x, shape)
         if len(shape) == 1:
-            return add_norm(x, residual, *others, **options)
+            return add_norm(x, residual, *parameters, **options)
         axes = -len(shape)
-        others = tuple(value.flatten() if isinstance(value, Tensor) else value for value in others)
-        y, s = add_norm(x.flatten(axes), residual.flatten(axes), *others, **options)
+        parameters = tuple(value.flatten() if isinstance(value, Tensor) else value for value in parameters)
+        y, s = add_norm(x.flatten(axes), residual.flatten(axes), *parameters, **options)
         return y.unflatten(-1, shape), s.unflatten(-1, shape)
 
 

@@ -43,9 +43,9 @@ def properties_of(function: str, x: Tensor) -> device.Device:
         ) from error
 
 
-def row_strides_of(tensor: Tensor | None, ndim: int) -> RowStrides | None:
-    """Return the strides from row to row of a tensor; None if a kernel cannot read it without a copy."""
-    return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
+def row_strides_of(tensor: Tensor) -> RowStrides | None:
+    """Return the strides from row to row of a tensor of rows; None if a kernel cannot access it without a copy."""
+    return row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), 1)
 
 
 def memory(shape: Sequence[int], dtype: str) -> Memory:

@@ -1,14 +1,14 @@
 """Run operations on plain CUDA tensors, on torch's current stream and in memory of torch's allocator.
 
-The core works out once what follows from layouts and options alone, which is kept as a recipe. repeats.py asks torch in
-one question whether a call is like an earlier one.
+The core works out once what follows from layouts and options alone, and it is kept as a recipe. repeats.py asks torch
+in one question whether a call is like an earlier one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ IN_ORDER = tuple(range(64))
 
 
 class Saved(NamedTuple):
-    """What is kept for the backward pass: those of x, the operands and s that Call.saved names, or more of them."""
+    """What the forward pass saves for the backward pass: x, operands and s, at least those that Call.saved names."""
 
     names: tuple[str, ...]
     tensors: Sequence[Tensor]
@@ -49,15 +49,14 @@ def forward(
     wants_statistics: bool,
     *,
     sm_margin: int,
-    out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None, Family]:
     """Return (results in the order of `returns`, statistics as formulas.py has them, the Family for `backward`).
 
     `tensors` are those of Call.names, followed by the scale if the call has a store with one scale for all of y. With a
-    store the results are those of Float8Store.results, without that scale. y is written to `out`, which is checked.
+    store the results are those of Float8Store.results, without that scale.
     """
-    recipe = recipe_of(call, tensors, sm_margin, out)
-    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
+    recipe = recipe_of(call, tensors, sm_margin)
+    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics)
     return results, statistics, recipe.family
 
 
@@ -69,7 +68,10 @@ def forward_by(
     wants_statistics: bool,
     out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ."""
+    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+
+    y is written to `out` if that is given, which is checked.
+    """
     index = tensors[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -137,11 +139,8 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
         like = None if form is None else call.forms.get((aligned, sm_margin, form))
         if like is None:
             recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
-            if out is not None and recipe.plan is not None:
-                plan = _written_to(call.function, recipe.plan, "y", out)
-                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
-            elif out is not None:
-                recipe = recipe._replace(temporary=True)
+            if out is not None:
+                recipe = _writing_to(recipe, call.function, "y", out)
             if form is not None and recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan):
                 keep(call.forms, (aligned, sm_margin, form), recipe)
         else:
@@ -150,30 +149,34 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
     return recipe
 
 
-def _written_to(function: str, solution: Plan, name: str, target: Tensor) -> Plan | None:
-    """Return the plan that writes `name`, y or dx, to the rows of `target`; None if no kernel can."""
-    strides = gpu.row_strides_of(target, 1)
+def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
+    """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
+    if recipe.plan is None:
+        return recipe._replace(temporary=True)
+    strides = gpu.row_strides_of(target)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
-        return None
+        return recipe._replace(temporary=True)
     row, outer, inner = strides
+    problem = recipe.plan.problem
     operands = Operands(
         replace(operand, row_stride=row, outer_stride=outer, inner=inner) if operand.name == name else operand
-        for operand in solution.problem.operands
+        for operand in problem.operands
     )
-    return plan_of(replace(solution.problem, operands=operands, overwrites=name == "dx"), solution.device)
+    problem = replace(problem, operands=operands, overwrites=name == "dx")
+    return recipe._replace(plan=plan_of(problem, recipe.plan.device))
 
 
 def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
     """Return the recipe of a call that differs from an earlier one in its number of rows alone."""
     shape = layouts["x"].shape
-    solution = _plan_of_rows(like.plan, shape)
+    plan = _plan_of_rows(like.plan, shape)
     (statistics, *_), _, dtype = like.statistics
     return like._replace(
-        plan=solution,
+        plan=plan,
         results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
         statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
-        rstd_offset=_rstd_offset(solution),
+        rstd_offset=_rstd_offset(plan),
         family=family(like.family.call, layouts),
     )
 
@@ -240,22 +243,13 @@ def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcastin
 
 
 def backward(
-    family: Family,
-    saved: Saved,
-    dy: Tensor | None,
-    ds: Tensor | None,
-    wanted: tuple[str, ...],
-    *,
-    in_place: bool = False,
-    dx_out: Tensor | None = None,
+    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
 ) -> list[Tensor]:
     """Return the gradients of `wanted`, names of x and of operands; equal gradients are one tensor.
 
-    Shapes and devices are not checked, as autograd has done so. With `in_place` dy is not needed any more, and dx takes
-    its memory if it can. dx is written to `dx_out` if that is given, which is checked.
+    Shapes and devices are not checked, as autograd has done so.
     """
-    recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
-    return backward_by(recipe, saved, dy, ds, in_place, dx_out)
+    return backward_by(backward_recipe_of(family, saved, dy, ds, wanted), saved, dy, ds)
 
 
 def known_backward(
@@ -274,14 +268,14 @@ def known_backward(
     return again(known, key, tensors)
 
 
-def remember_backward(
+def new_backward(
     family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
-) -> None:
-    """Make the recipe of a backward pass and let `known_backward` find it."""
+) -> Backward:
+    """Return the recipe of a backward pass, and let `known_backward` find it."""
     tensors = (*(tensor for tensor in (dy, ds) if tensor is not None), *saved.tensors)
-    if len({id(tensor) for tensor in tensors}) == len(tensors):  # repeats.py remembers no call with one tensor twice
-        recipe = backward_recipe_of(family, saved, dy, ds, wanted)
-        remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
+    recipe = backward_recipe_of(family, saved, dy, ds, wanted)
+    remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
+    return recipe
 
 
 def backward_by(
@@ -292,7 +286,11 @@ def backward_by(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ."""
+    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+
+    With `in_place` dy is not needed any more, and dx takes its memory if it can. dx is written to `dx_out` if that is
+    given, which is checked.
+    """
     names, saved_tensors, numbers, statistics = saved
     index = statistics.get_device()
     if index != gpu.current_device():
@@ -397,17 +395,16 @@ def backward_recipe_of(
         named = dict(zip(names, tensors, strict=True))
         call, layouts, *_ = family
         function = f"backward of {call.function}"
-        given_layouts = [
+        tensor_layouts = [
             None if tensor is None else checks.layout_in_memory(function, name, tensor)
             for name, tensor in named.items()
         ]
-        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *given_layouts))
+        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *tensor_layouts))
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
             recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
-            if dx_out is not None and recipe.plan is not None:
-                plan = _written_to(function, recipe.plan, "dx", dx_out)
-                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
+            if dx_out is not None:
+                recipe = _writing_to(recipe, function, "dx", dx_out)
             is_special = recipe.copies or recipe.sums or recipe.zeros
             if form is not None and recipe.plan is not None and not is_special and of_any_rows(recipe.plan):
                 keep(call.forms, (wanted, names, aligned, form), recipe)
@@ -420,9 +417,9 @@ def backward_recipe_of(
 def _backward_of_rows(like: Backward, family: Family) -> Backward:
     """Return the recipe of a backward pass that differs from an earlier one in its number of rows alone."""
     shape = family.layouts["x"].shape
-    solution = _plan_of_rows(like.plan, shape)
     gradients = tuple(gpu.contiguously(shape, memory[2]) if len(memory[0]) > 1 else memory for memory in like.gradients)
-    return like._replace(plan=solution, gradients=gradients, rstd_offset=_rstd_offset(solution), family=family)
+    plan = _plan_of_rows(like.plan, shape)
+    return like._replace(plan=plan, gradients=gradients, rstd_offset=_rstd_offset(plan), family=family)
 
 
 def _backward_recipe(

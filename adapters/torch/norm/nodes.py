@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_
 OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 
 Call = Callable[..., tuple[Tensor, ...] | None]  # takes the tensors of a call; returns None if it cannot serve them
+
+
+class Work(NamedTuple):
+    """What a pass launches and writes."""
+
+    plan: Plan
+    results: Mapping[str, Memory]  # by name
+    rstd_offset: int = 0  # bytes from mean to rstd
+    numbers: Mapping[str, float] = {}  # by name
 
 
 def kept_file() -> Path:
@@ -223,83 +232,75 @@ def _compiled() -> bytes:
     headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "nodes.so"
-        inputs = (*OPTIONS, *(f"-I{header}" for header in headers), str(SOURCES[0]), "-o", str(made), *libraries)
+        library = Path(folder) / "nodes.so"
+        inputs = (*OPTIONS, *(f"-I{header}" for header in headers), str(SOURCES[0]), "-o", str(library), *libraries)
         logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
         try:
             run = subprocess.run((compiler(), *inputs), capture_output=True, text=True)
         except OSError as error:
             raise ImportError(f"{compiler()} could not be run ({error})") from error
         if run.returncode:
-            said = run.stderr.strip().splitlines()
-            why = next((line for line in said if "error" in line), said[-1] if said else str(run.returncode))
-            raise ImportError(f"{compiler()} failed: {why}")
-        return made.read_bytes()
+            lines = run.stderr.strip().splitlines()
+            reason = next((line for line in lines if "error" in line), lines[-1] if lines else str(run.returncode))
+            raise ImportError(f"{compiler()} failed: {reason}")
+        return library.read_bytes()
 
 
 def forward_pass(
-    plan: Plan | None,
+    work: Work,
     tensors: Mapping[str, Tensor],
-    results: Mapping[str, Memory],
     statistics: Memory,
-    rstd_offset: int,
-    numbers: Mapping[str, float],
     saved: Sequence[str],
     backward: Callable[..., Sequence[Tensor | None] | None],
 ) -> Any:
     """Return a pass for tensors like these, in aligned memory, as `call_of` takes it; None if nothing can serve them.
 
-    Arguments of the plan are given by name. `saved` are the names of what the backward pass reads besides statistics.
-    `backward(which, gradients, statistics, saved, mask)` is that pass in Python: it returns the gradients of the
+    `saved` are the names of what the backward pass reads besides statistics.
+    `backward(norm_pass, gradients, statistics, saved, mask)` is that pass in Python: it returns the gradients of the
     tensors from those of the results, or None once `add_backward` has described it. `mask` has a bit for each tensor.
     """
     compiled = module()
-    if compiled is None or plan is None:
+    if compiled is None:
         return None
-    index = next(iter(tensors.values())).get_device()
-    work = _work(plan, index, (*tensors,), results, rstd_offset, numbers)
-    places = tuple((*tensors, *results).index(name) for name in saved)
-    return compiled.make_pass(len(tensors), work, statistics, places, backward)
+    launches = _launches(work, next(iter(tensors.values())).get_device(), (*tensors,))
+    places = tuple((*tensors, *work.results).index(name) for name in saved)
+    return compiled.make_pass(len(tensors), launches, statistics, places, backward)
 
 
-def call_of(which: Any) -> Call | None:
+def call_of(norm_pass: Any) -> Call | None:
     """Return a function that runs a pass on its tensors; None for no pass."""
-    return None if which is None else functools.partial(module().call, which)
+    return None if norm_pass is None else functools.partial(module().call, norm_pass)
 
 
 def linear_call(
-    which: Any,
+    norm_pass: Any,
     x: Tensor,
     others: Sequence[Tensor],
     dy: Tensor,
-    sums: tuple[Plan, Memory] | None,
+    sums: Work | None,
     keep_normalized: bool,
     backward: Callable[..., Sequence[Tensor | None]],
 ) -> Call:
     """Return a function (x, weight, bias, *others) -> (y, z), with z = norm(x, *others) and y = z weightᵀ + bias.
 
-    `which` is the pass of the norm, and `dy` has the shape (rows, out). `sums` are the plan that sums dy to dbias and
-    the memory of dbias; None without a bias. `backward(gradients, statistics, saved, mask)` is as in `forward_pass`.
+    `norm_pass` is that of the norm, and `dy` has the shape (rows, out). `sums` sums dy to dbias; None without a bias.
+    `backward(gradients, statistics, saved, mask)` is as in `forward_pass`.
     """
-    work = ((), 0, 0, 0, ())
-    if sums is not None:
-        plan, dbias = sums
-        work = _work(plan, x.get_device(), ("dy",), {"dbias": dbias}, 0, {})
-    compiled, read = module(), (x, *others)
-    made = compiled.make_linear_pass(which, sums is not None, keep_normalized, read, dy, work, backward)
-    return functools.partial(compiled.call_linear, made)
+    launches = ((), 0, 0, 0, ()) if sums is None else _launches(sums, x.get_device(), ("dy",))
+    compiled, norm_inputs = module(), (x, *others)
+    linear_pass = compiled.make_linear_pass(
+        norm_pass, sums is not None, keep_normalized, norm_inputs, dy, launches, backward
+    )
+    return functools.partial(compiled.call_linear, linear_pass)
 
 
 def add_backward(
-    which: Any,
-    plan: Plan | None,
+    norm_pass: Any,
+    work: Work,
     gradients: Mapping[str, Tensor | None],
     statistics: Tensor,
     saved: Mapping[str, Tensor],
     mask: int,
-    results: Mapping[str, Memory],
-    rstd_offset: int,
-    numbers: Mapping[str, float],
     places: Sequence[int],
     in_place: bool = False,
 ) -> bool:
@@ -310,29 +311,22 @@ def add_backward(
     """
     compiled = module()
     read = (*(tensor for tensor in gradients.values() if tensor is not None), statistics, *saved.values())
-    if compiled is None or plan is None or any(tensor.data_ptr() % 16 for tensor in read):
+    if compiled is None or any(tensor.data_ptr() % 16 for tensor in read):
         return False
-    aliases = {"dx": "dy"} if in_place else {}
-    work = _work(plan, statistics.get_device(), (*gradients, *saved), results, rstd_offset, numbers, aliases)
-    compiled.add_backward(which, tuple(gradients.values()), (statistics, *saved.values()), mask, work, tuple(places))
+    launches = _launches(work, statistics.get_device(), (*gradients, *saved), in_place)
+    saved_tensors = (statistics, *saved.values())
+    compiled.add_backward(norm_pass, tuple(gradients.values()), saved_tensors, mask, launches, tuple(places))
     return True
 
 
-def _work(
-    plan: Plan,
-    index: int,
-    read: Sequence[str],
-    results: Mapping[str, Memory],
-    rstd_offset: int,
-    numbers: Mapping[str, float],
-    aliases: Mapping[str, str] = {},
-) -> tuple:
-    """Return the results and launches of a plan as nodes.cpp takes them."""
-    context = launch.context(index)
+def _launches(work: Work, index: int, read: Sequence[str], in_place: bool = False) -> tuple:
+    """Return the results and launches of a pass that reads tensors of these names, as nodes.cpp takes them."""
+    plan, results, rstd_offset, numbers = work
     names = (*read, "mean", "rstd", *results, WORKSPACE)
     places = {name: place for place, name in enumerate(names)}
-    if aliases:
-        places |= {name: places[other] for name, other in aliases.items()}
+    if in_place:
+        places["dx"] = places["dy"]
+    context = launch.context(index)
     launches = tuple(_launch(step, index, places, numbers) for step in plan.steps)
     return tuple(results.values()), plan.workspace, rstd_offset, context, launches
 

@@ -1,4 +1,4 @@
-// The nodes of passes in autograd's graph: a norm or fused operation, and a norm with the product that reads it.
+// The nodes of passes in autograd's graph: of a norm or fused operation, and of a norm with the product that reads it.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -14,55 +14,54 @@
 namespace {  // of nodes.cpp, the only file that includes it
 
 PyObject* wrapped(const variable_list& tensors, size_t from = 0) {
-  THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(tensors.size() - from)));
-  if (!found) throw python_error();
+  THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size() - from)));
+  if (!tuple) throw python_error();
   for (size_t i = from; i < tensors.size(); ++i) {
-    PyTuple_SET_ITEM(found.get(), i - from, THPVariable_Wrap(tensors[i]));  // None where it is undefined
+    PyTuple_SET_ITEM(tuple.get(), i - from, THPVariable_Wrap(tensors[i]));  // None where it is undefined
   }
-  return found.release();
+  return tuple.release();
 }
 
 constexpr const char* PASS = "cunorm pass";
 
-// A pass as Python holds it.
+// Returns a pass as Python holds it.
 PyObject* handle(const c10::Storage& pass) {
-  const auto free = [](PyObject* one) { delete static_cast<c10::Storage*>(PyCapsule_GetPointer(one, PASS)); };
-  PyObject* const found = PyCapsule_New(new c10::Storage(pass), PASS, free);
-  if (!found) throw python_error();
-  return found;
+  const auto free = [](PyObject* capsule) { delete static_cast<c10::Storage*>(PyCapsule_GetPointer(capsule, PASS)); };
+  PyObject* const capsule = PyCapsule_New(new c10::Storage(pass), PASS, free);
+  if (!capsule) throw python_error();
+  return capsule;
 }
 
-const c10::Storage& unpacked(PyObject* handle) {
-  const void* const found = PyCapsule_GetPointer(handle, PASS);
-  if (!found) throw python_error();
-  return *static_cast<const c10::Storage*>(found);
+const c10::Storage& unpacked(PyObject* capsule) {
+  const void* const storage = PyCapsule_GetPointer(capsule, PASS);
+  if (!storage) throw python_error();
+  return *static_cast<const c10::Storage*>(storage);
 }
 
-// By Python: the gradients; nothing where it has described to `pass`, if there is one, how they are computed
-// (`add_backward`).
+// Calls Python, which returns the gradients, or nothing if it has described the backward pass by `add_backward`.
 std::optional<variable_list> learn(const c10::SafePyObject& by, const c10::Storage* pass,
                                    const variable_list& gradients, const variable_list& saved, uint64_t mask) {
   pybind11::gil_scoped_acquire gil;
   THPObjectPtr arguments(PyTuple_New(pass ? 5 : 4));
   if (!arguments) throw python_error();
   Py_ssize_t count = 0;
-  const auto add = [&](PyObject* one) { PyTuple_SET_ITEM(arguments.get(), count++, one); };
+  const auto add = [&](PyObject* argument) { PyTuple_SET_ITEM(arguments.get(), count++, argument); };
   if (pass) add(handle(*pass));
   add(wrapped(gradients));
   add(THPVariable_Wrap(saved[0]));
   add(wrapped(saved, 1));
   add(PyLong_FromUnsignedLongLong(mask));
-  THPObjectPtr found(PyObject_CallObject(by.ptr(getPyInterpreter()), arguments.get()));
-  if (!found) {
+  THPObjectPtr computed(PyObject_CallObject(by.ptr(getPyInterpreter()), arguments.get()));
+  if (!computed) {
     python_error error;
     error.persist();
     throw error;
   }
-  if (found.get() == Py_None) return std::nullopt;
+  if (computed.get() == Py_None) return std::nullopt;
   variable_list unpacked;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(found.get()); ++i) {
-    PyObject* one = PySequence_Fast_GET_ITEM(found.get(), i);
-    unpacked.push_back(one == Py_None ? Tensor() : THPVariable_Unpack(one));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(computed.get()); ++i) {
+    PyObject* gradient = PySequence_Fast_GET_ITEM(computed.get(), i);
+    unpacked.push_back(gradient == Py_None ? Tensor() : THPVariable_Unpack(gradient));
   }
   return unpacked;
 }
@@ -75,7 +74,7 @@ uint64_t wanted(const Context& context, size_t inputs) {
 }
 
 bool any(const variable_list& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& one) { return one.defined(); });
+  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
 }
 
 variable_list gradients_of(const c10::Storage& which, const variable_list& gradients, const variable_list& saved,
@@ -111,23 +110,23 @@ struct Norm : torch::autograd::Function<Norm> {
     const c10::Storage which = context->saved_data["pass"].toStorage();
     const auto& pass = pass_in<Pass>(which);
     const variable_list saved = context->get_saved_variables();
-    variable_list found(pass.inputs);
-    if (any(gradients)) found = gradients_of(which, gradients, saved, wanted(context, pass.inputs));
-    found.emplace_back();  // of `which`
-    return found;
+    variable_list input_gradients(pass.inputs);
+    if (any(gradients)) input_gradients = gradients_of(which, gradients, saved, wanted(context, pass.inputs));
+    input_gradients.emplace_back();  // of `which`
+    return input_gradients;
   }
 };
 
-// z = norm(x), y = z weightᵀ + bias -> z, the statistics if they are wanted, y
+// Returns z = norm(x), the statistics if they are wanted, and y = z weightᵀ + bias.
 variable_list linear_forward(const LinearPass& pass, at::TensorList inputs, bool wants_statistics) {
-  c10::SmallVector<Tensor, 3> of_norm = {inputs[0]};
-  for (size_t i = 2 + pass.has_bias; i < inputs.size(); ++i) of_norm.push_back(inputs[i]);
-  variable_list results = forward(pass_in<Pass>(pass.norm), of_norm, wants_statistics);
+  c10::SmallVector<Tensor, 3> norm_inputs = {inputs[0]};
+  for (size_t i = 2 + pass.has_bias; i < inputs.size(); ++i) norm_inputs.push_back(inputs[i]);
+  variable_list results = forward(pass_in<Pass>(pass.norm), norm_inputs, wants_statistics);
   results.push_back(at::linear(results[0], inputs[1], pass.has_bias ? inputs[2] : Tensor()));
   return results;
 }
 
-// A graph has two streams, which Python sets up.
+// In a CUDA graph the backward pass has two streams, which Python sets up.
 bool is_capturing(c10::Device device) {
   void* stream = nullptr;
   int status = 0;
@@ -135,14 +134,15 @@ bool is_capturing(c10::Device device) {
   return driver.is_capturing(stream, &status) || status;
 }
 
-// Gradients of y alone, by what is known of its layout. `saved`: statistics, the inputs but for bias, z if it was kept.
+// Returns the gradients of the inputs from dy, whose layout is known. `saved` has the statistics, the inputs except
+// bias, and z if it is kept.
 variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const variable_list& saved, uint64_t mask) {
   const Tensor &statistics = saved[0], &x = saved[1], &weight = saved[2];
   const c10::DeviceGuard guard(dy.device());
   const auto& norm = pass_in<Pass>(pass.norm);
-  use(norm.forward.context);  // for the products, which may come first
+  use(norm.forward.context);  // the products may come first
   const size_t others = pass.norm_inputs.size() - 1, bias = pass.has_bias;
-  variable_list found(2 + bias + others);
+  variable_list input_gradients(2 + bias + others);
   if (mask & 2) {
     Tensor z;
     if (pass.keep_normalized) {
@@ -153,25 +153,25 @@ variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const v
       z = run(norm.forward, pointers, Tensor(), dy.device())[0];
     }
     z = z.view({dy.size(0), -1});
-    // Laid out as weight is: autograd would copy another layout.
-    found[1] = weight.stride(1) == 1 ? at::mm(dy.t(), z) : at::mm(z.t(), dy).t();
+    // It is laid out as weight is, because autograd would copy another layout.
+    input_gradients[1] = weight.stride(1) == 1 ? at::mm(dy.t(), z) : at::mm(z.t(), dy).t();
   }
   if (bias && (mask & 4)) {
     Pointers pointers = {address(dy)};
-    found[2] = run(pass.sums, pointers, Tensor(), dy.device())[0];
+    input_gradients[2] = run(pass.sums, pointers, Tensor(), dy.device())[0];
   }
   const uint64_t norm_mask = (mask & 1) | (mask >> (2 + bias) << 1);
   if (norm_mask) {
-    variable_list of_norm = {statistics, x};
+    variable_list norm_saved = {statistics, x};
     for (size_t place : norm.saved) {
-      if (place) of_norm.push_back(saved[2 + place]);
+      if (place) norm_saved.push_back(saved[2 + place]);
     }
     const variable_list dz = {at::mm(dy, weight).view(x.sizes())};
-    const variable_list of_inputs = gradients_of(pass.norm, dz, of_norm, norm_mask);
-    found[0] = of_inputs[0];
-    std::copy(of_inputs.begin() + 1, of_inputs.end(), found.begin() + 2 + bias);
+    const variable_list norm_gradients = gradients_of(pass.norm, dz, norm_saved, norm_mask);
+    input_gradients[0] = norm_gradients[0];
+    std::copy(norm_gradients.begin() + 1, norm_gradients.end(), input_gradients.begin() + 2 + bias);
   }
-  return found;
+  return input_gradients;
 }
 
 struct NormLinear : torch::autograd::Function<NormLinear> {
@@ -198,7 +198,7 @@ struct NormLinear : torch::autograd::Function<NormLinear> {
     const variable_list saved = context->get_saved_variables();
     const size_t inputs = 1 + pass.has_bias + pass.norm_inputs.size();
     const uint64_t mask = wanted(context, inputs);
-    variable_list found(inputs);
+    variable_list input_gradients(inputs);
     if (any(gradients)) {
       bool plain = !c10::GradMode::is_enabled() && nothing_listens() && gradients[0].defined() &&
                    !gradients[1].defined() && !is_capturing(saved[0].device());
@@ -211,10 +211,11 @@ struct NormLinear : torch::autograd::Function<NormLinear> {
         dy = gradients[0].reshape({pass.dy.memory.shape[0], -1}).contiguous();
         plain = pass.dy.fits(dy);
       }
-      found = plain ? linear_gradients(pass, dy, saved, mask) : *learn(pass.learn, nullptr, gradients, saved, mask);
+      input_gradients =
+          plain ? linear_gradients(pass, dy, saved, mask) : *learn(pass.learn, nullptr, gradients, saved, mask);
     }
-    found.emplace_back();  // of `which`
-    return found;
+    input_gradients.emplace_back();  // of `which`
+    return input_gradients;
   }
 };
 

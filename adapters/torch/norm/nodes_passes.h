@@ -1,5 +1,5 @@
-// Passes whose launches are known: what they allocate, where the arguments of their launches come from, and their
-// running.
+// Passes whose launches are known: what they allocate, where the arguments of their launches come from, and how they
+// run.
 #pragma once
 
 #include <c10/core/SafePyObject.h>
@@ -21,7 +21,7 @@ namespace {  // of nodes.cpp, the only file that includes it
 using at::Tensor;
 using torch::autograd::variable_list;
 
-// The driver's and torch's functions, by their addresses: neither CUDA's headers nor its libraries are needed.
+// The driver's and torch's functions are called by their addresses, so that no header or library of CUDA is needed.
 struct LaunchAttribute {
   int id, pad;
   unsigned value[16];
@@ -47,7 +47,7 @@ struct Memory {
   at::ScalarType dtype;
 };
 
-// What a described pass may be given: another key is another kind of tensor.
+// The layout of a tensor that a described pass takes; other keys mean another kind of tensor.
 struct Layout {
   Memory memory;
   c10::DispatchKeySet keys;
@@ -63,34 +63,35 @@ struct Layout {
 };
 
 struct Argument {
-  int64_t place;  // among the pointers of a pass; -1: a constant
-  int64_t value;  // the constant, or bytes past the pointer
+  int64_t place;  // the place among the pointers of a pass; -1 for a constant
+  int64_t value;  // the constant, or the bytes to add to the pointer
 };
 
 struct Launch {
   void* function;
   unsigned grid[3], threads, shared;
-  bool early;  // before the launch in front of it ends
+  bool early;  // it begins before the previous launch ends
   std::vector<Argument> arguments;
 };
 
-// The launches of a pass. Pointers: of what it reads, of mean and rstd, of what it writes, of the workspace.
+// The launches of a pass. Its pointers are those of what it reads, mean, rstd, what it writes, and the workspace.
 struct Work {
   std::vector<Memory> results;
   int64_t workspace, rstd_offset;  // bytes
-  void* context;                   // that the kernels are loaded in
+  void* context;                   // the one that the kernels are loaded in
   std::vector<Launch> launches;
 };
 
 struct Backward {
-  std::vector<std::optional<Layout>> gradients;  // given, of each result
-  std::vector<Layout> saved;                     // statistics, and what the pass reads besides; hooks may change it
+  std::vector<std::optional<Layout>> gradients;  // of each result, if it has a gradient
+  std::vector<Layout> saved;                     // of the statistics and the other saved tensors; hooks may change them
   uint64_t mask;                                 // the inputs whose gradients are wanted
   Work work;
-  std::vector<int64_t> places;  // of each input's gradient among what is written; -1: none; -2 - i: the i-th given one
+  // For each input the place of its gradient among the results; -1: none; -2 - i: the gradient of the i-th result.
+  std::vector<int64_t> places;
 };
 
-constexpr size_t BACKWARDS = 64;  // of a pass that are kept, the newest
+constexpr size_t BACKWARDS = 64;  // how many a pass keeps, the newest ones
 
 // What calls with inputs of certain layouts have in common.
 struct Pass {
@@ -98,17 +99,17 @@ struct Pass {
   Work forward;
   Memory statistics;
   std::vector<size_t> saved;  // places among inputs and results
-  c10::SafePyObject learn;    // (pass, given gradients, statistics, saved, mask) -> gradients of the inputs, or None
-  mutable std::mutex mutex;   // of what follows
+  c10::SafePyObject learn;    // (pass, gradients, statistics, saved, mask) -> gradients of the inputs, or None
+  mutable std::mutex mutex;   // guards `backwards`
   mutable std::deque<std::shared_ptr<const Backward>> backwards;
 };
 
-// Passes are shared by the calls that nodes.py keeps and the nodes of autograd, which may outlive those. A Storage is
-// what a node can hold that compiled autograd can tell from another.
+// A pass is shared by the calls that nodes.py keeps and by nodes of autograd, which may outlive the calls. A Storage
+// holds it because a node can hold a Storage, and compiled autograd can tell one from another.
 template <class T>
 c10::Storage owned(std::unique_ptr<T> pass) {
   T* const data = pass.release();
-  const auto free = [](void* one) { delete static_cast<T*>(one); };
+  const auto free = [](void* pointer) { delete static_cast<T*>(pointer); };
   return {c10::Storage::use_byte_size_t(), sizeof(T), c10::DataPtr(data, data, free, c10::kCPU), nullptr, false};
 }
 
@@ -117,14 +118,15 @@ const T& pass_in(const c10::Storage& storage) {
   return *static_cast<const T*>(storage.data());
 }
 
-// The same of a norm with the product that reads it. Inputs: x, weight, bias if there is one, and the norm's others.
+// What calls of a norm with the product that reads it have in common. The inputs are x, weight, bias if there is one,
+// and the other inputs of the norm.
 struct LinearPass {
   c10::Storage norm;
   bool has_bias, keep_normalized;
   std::vector<Layout> norm_inputs;
   Layout dy;                // (rows, out)
   Work sums;                // of dy over its rows
-  c10::SafePyObject learn;  // (given gradients, statistics, saved, mask) -> gradients of the inputs
+  c10::SafePyObject learn;  // (gradients, statistics, saved, mask) -> gradients of the inputs
 };
 
 using Pointers = c10::SmallVector<int64_t, 24>;
@@ -133,13 +135,14 @@ Tensor allocate(const Memory& memory, c10::Device device) {
   return at::empty_strided(memory.shape, memory.strides, at::TensorOptions().dtype(memory.dtype).device(device));
 }
 
-// A thread that never called CUDA's runtime has no context.
+// Makes a context current: a thread that has never called CUDA's runtime has none.
 void use(void* context) {
   void* current = nullptr;
   if (driver.current_context(&current) || current != context) driver.set_context(context);
 }
 
-// `statistics` has mean and rstd, or is undefined. `pointers` are those of what is read.
+// Launches a pass and returns its results. `statistics` has mean and rstd, or is undefined. `pointers` are those of
+// what is read.
 std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& statistics, c10::Device device) {
   const int64_t mean = statistics.defined() ? address(statistics) : 0;
   pointers.push_back(mean);
@@ -161,8 +164,8 @@ std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& stat
   for (const Launch& launch : work.launches) {
     c10::SmallVector<int64_t, 32> words;
     c10::SmallVector<void*, 32> addresses;
-    for (const Argument& one : launch.arguments) {
-      words.push_back(one.place < 0 ? one.value : pointers[one.place] + one.value);
+    for (const Argument& argument : launch.arguments) {
+      words.push_back(argument.place < 0 ? argument.value : pointers[argument.place] + argument.value);
     }
     for (int64_t& word : words) addresses.push_back(&word);
     LaunchAttribute early = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -180,7 +183,7 @@ std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& stat
   return results;
 }
 
-// Results, and the statistics last if they are wanted.
+// Returns the results, and the statistics last if they are wanted.
 variable_list forward(const Pass& pass, at::TensorList inputs, bool wants_statistics) {
   const c10::Device device = inputs[0].device();
   const c10::DeviceGuard guard(device);
@@ -192,7 +195,7 @@ variable_list forward(const Pass& pass, at::TensorList inputs, bool wants_statis
   return results;
 }
 
-// A launch would bypass what listens.
+// Whether no mode is in force that a launch would bypass.
 bool nothing_listens() {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -201,14 +204,14 @@ bool nothing_listens() {
 std::shared_ptr<const Backward> known(const Pass& pass, const variable_list& gradients, const variable_list& saved,
                                       uint64_t mask) {
   const std::lock_guard guard(pass.mutex);
-  for (const auto& one : pass.backwards) {
-    bool fits = one->mask == mask;
+  for (const auto& backward : pass.backwards) {
+    bool fits = backward->mask == mask;
     for (size_t i = 0; fits && i < gradients.size(); ++i) {
-      const auto& layout = one->gradients[i];
+      const auto& layout = backward->gradients[i];
       fits = gradients[i].defined() == layout.has_value() && (!layout || layout->fits(gradients[i]));
     }
-    for (size_t i = 0; fits && i < saved.size(); ++i) fits = one->saved[i].fits(saved[i]);
-    if (fits) return one;
+    for (size_t i = 0; fits && i < saved.size(); ++i) fits = backward->saved[i].fits(saved[i]);
+    if (fits) return backward;
   }
   return nullptr;
 }
@@ -217,14 +220,14 @@ variable_list run_backward(const Backward& backward, const variable_list& gradie
   const Tensor& statistics = saved[0];
   const c10::DeviceGuard guard(statistics.device());
   Pointers pointers;
-  for (const Tensor& one : gradients) pointers.push_back(one.defined() ? address(one) : 0);
+  for (const Tensor& gradient : gradients) pointers.push_back(gradient.defined() ? address(gradient) : 0);
   for (size_t i = 1; i < saved.size(); ++i) pointers.push_back(address(saved[i]));
   const auto written = run(backward.work, pointers, statistics, statistics.device());
-  variable_list found;
+  variable_list input_gradients;
   for (int64_t place : backward.places) {
-    found.push_back(place == -1 ? Tensor() : place < 0 ? gradients[-2 - place] : written[place]);
+    input_gradients.push_back(place == -1 ? Tensor() : place < 0 ? gradients[-2 - place] : written[place]);
   }
-  return found;
+  return input_gradients;
 }
 
 }  // namespace

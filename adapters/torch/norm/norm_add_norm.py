@@ -42,7 +42,7 @@ def run(
 class _Calls(NamedTuple):
     first: Call  # computes s from x
     then: Call  # computes y from s
-    backward: Call  # the call whose backward pass is that of `then`, with the gradient of s added
+    backward: Call  # its backward pass is that of `then`, with the gradient of s added
     at_once: Call  # computes both
 
 
@@ -99,20 +99,21 @@ class _NormAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, calls, eps, *tensors):
         count = len(calls.first.names)
-        before, after = tensors[:count], tensors[count:]  # the operands of the first norm and of the second
+        first_tensors, then_operands = tensors[:count], tensors[count:]
         margin = calls.at_once.sm_margins[0]
-        if _is_one_launch(before[0], calls.first.dtype):
+        if _is_one_launch(first_tensors[0], calls.first.dtype):
             (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, sm_margin=margin)
             x_statistics, s_statistics = statistics.split(1)
-            first, then = _family(calls.first, before), _family(calls.then, (s, *after))
+            first, then = _family(calls.first, first_tensors), _family(calls.then, (s, *then_operands))
         else:
-            (s,), x_statistics, first = launching.forward(calls.first, before, (), eps, True, sm_margin=margin)
-            (y,), s_statistics, then = launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
+            (s,), x_statistics, first = launching.forward(calls.first, first_tensors, (), eps, True, sm_margin=margin)
+            then_tensors = (s, *then_operands)
+            (y,), s_statistics, then = launching.forward(calls.then, then_tensors, (), eps, True, sm_margin=margin)
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))
-        saved = [before[calls.first.names.index(name)] for name in names]
-        ctx.save_for_backward(x_statistics, s_statistics, s, *after, *saved)
+        saved = [first_tensors[calls.first.names.index(name)] for name in names]
+        ctx.save_for_backward(x_statistics, s_statistics, s, *then_operands, *saved)
         ctx.set_materialize_grads(False)
         ctx.call = calls, eps, masks, first, family(calls.backward, then.layouts), names
         return y, s
@@ -122,10 +123,10 @@ class _NormAddNorm(torch.autograd.Function):
         calls, eps, masks, first, then, names = ctx.call
         if dy is None and ds is None:
             return None, None, *[None] * (len(masks[0]) + len(masks[1]) - 1)
-        x_statistics, s_statistics, s, *others = ctx.saved_tensors
-        after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
-        then_saved = Saved((*calls.then.names[1:], "s"), (*after, s), (), s_statistics)
-        s_gradient, *after_gradients = dispatch.gradients_of(then, then_saved, eps, dy, ds, masks[1])
+        x_statistics, s_statistics, s, *saved_tensors = ctx.saved_tensors
+        then_operands, saved = saved_tensors[: len(masks[1]) - 1], saved_tensors[len(masks[1]) - 1 :]
+        then_saved = Saved((*calls.then.names[1:], "s"), (*then_operands, s), (), s_statistics)
+        s_gradient, *then_gradients = dispatch.gradients_of(then, then_saved, eps, dy, ds, masks[1])
         gradients = [None] * len(masks[0])
         if any(masks[0]):
             # s = residual + norm(x): the gradient of residual is that of s, and no kernel writes it.
@@ -136,7 +137,7 @@ class _NormAddNorm(torch.autograd.Function):
             place = calls.first.names.index("residual")
             if masks[0][place]:
                 gradients[place] = s_gradient.to(getattr(torch, first.layouts["residual"].dtype))
-        return None, None, *gradients, *after_gradients
+        return None, None, *gradients, *then_gradients
 
 
 def _family(call: Call, tensors: Sequence[Tensor]) -> Family:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...call.recipe import scalars_of
+from ...plan.steps import Plan
 from . import calls, launching, nodes
 from .launching import Saved
 
@@ -29,7 +30,7 @@ def describe(
     """Return a pass for tensors like these; None if Python alone serves them.
 
     `gradients(family, saved, eps, dy, ds, mask)` returns the gradients of the tensors, as dispatch.gradients_of does.
-    `saved` are the names of what is kept, by default of what a backward pass reads. With `in_place` dx may take the
+    `saved` are the names of what is saved, by default of what a backward pass reads. With `in_place` dx may take the
     memory of dy.
     """
     if recipe.plan is None or recipe.copies or any(tensor.data_ptr() % 16 for tensor in tensors):
@@ -41,17 +42,19 @@ def describe(
     by_name = dict(zip(call.numbers, numbers, strict=True))
 
     # The description outlives the call: these functions must not hold its tensors.
-    def backward(which: Any, incoming: Sequence[Any], statistics: Tensor, tensors: Sequence[Tensor], bits: int) -> Any:
+    def backward(
+        norm_pass: Any, incoming: Sequence[Any], statistics: Tensor, tensors: Sequence[Tensor], bits: int
+    ) -> Any:
         incoming_by_name = dict(zip(returns, incoming, strict=True))
         dy, ds = incoming_by_name.get("y"), incoming_by_name.get("s")
         mask = tuple(bool(bits >> place & 1) for place in range(len(call.names)))
         saved_tensors = Saved(names, tensors, numbers, statistics)
         are_plain = all(gradient is None or plain(gradient) for gradient in incoming)
-        if are_plain and add(which, dy, ds, saved_tensors, bits, mask):
+        if are_plain and add(norm_pass, dy, ds, saved_tensors, bits, mask):
             return None
         return gradients(family, saved_tensors, eps, dy, ds, mask)
 
-    def add(which: Any, dy: Any, ds: Any, saved_tensors: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
+    def add(norm_pass: Any, dy: Any, ds: Any, saved_tensors: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
         wanted = call.wanted(mask)
         through = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in through)
@@ -71,20 +74,15 @@ def describe(
             places[call.names.index(name)] = written.index(into) if into in results else -2 - returns.index("y")
         for name in through:
             places[call.names.index(name)] = -2 - returns.index("y")
-        scalars = dict(zip(recipe.plan.problem.scalars, scalars_of(recipe.plan, by_name), strict=True))
         incoming = {f"d{name}": {"y": dy, "s": ds}[name] for name in returns}
         tensors = dict(zip(names, saved_tensors.tensors, strict=True))
-        work = (results, recipe.rstd_offset, scalars, places, into_dy)
-        return nodes.add_backward(which, recipe.plan, incoming, saved_tensors.statistics, tensors, bits, *work)
+        work = nodes.Work(recipe.plan, results, recipe.rstd_offset, scalars(recipe.plan, by_name))
+        return nodes.add_backward(norm_pass, work, incoming, saved_tensors.statistics, tensors, bits, places, into_dy)
 
-    scalars = dict(zip(recipe.plan.problem.scalars, scalars_of(recipe.plan, by_name | {"eps": eps}), strict=True))
-    return nodes.forward_pass(
-        recipe.plan,
-        dict(zip(call.names, tensors, strict=True)),
-        dict(zip(returns, recipe.results, strict=True)),
-        recipe.statistics,
-        recipe.rstd_offset,
-        scalars,
-        names,
-        backward,
-    )
+    def scalars(plan: Plan, numbers_by_name: dict[str, float]) -> dict[str, float]:
+        return dict(zip(plan.problem.scalars, scalars_of(plan, numbers_by_name), strict=True))
+
+    results = dict(zip(returns, recipe.results, strict=True))
+    work = nodes.Work(recipe.plan, results, recipe.rstd_offset, scalars(recipe.plan, by_name | {"eps": eps}))
+    named_tensors = dict(zip(call.names, tensors, strict=True))
+    return nodes.forward_pass(work, named_tensors, recipe.statistics, names, backward)

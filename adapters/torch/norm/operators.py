@@ -9,9 +9,9 @@ subclasses.
 These serve all operations, as prologue and epilogue are texts. Every text is parsed by the grammar of expressions and
 is never pasted into a kernel, so that a saved program cannot bring CUDA code of its own.
 
-`names` are those of the operands: of the tensors, then of the numbers. A prologue "" stands for none. s is empty if it
-is not among `returns`, and statistics (as formulas.py has them) are empty if they are not wanted. The last axis is
-normalised.
+`names` has the names of the operands, first of the tensors, then of the numbers. The prologue "" stands for none. s is
+empty if it is not among `returns`, and statistics (as formulas.py has them) are empty if they are not wanted. The last
+axis is normalised.
 
 `fused_norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the
 other two, which therefore need no derivative of their own. A derivative registered by torch.library.register_autograd
@@ -76,8 +76,8 @@ class Forward(NamedTuple):
     backward_sm_margin: int
 
     def call(self, operands: Sequence[Any]) -> Call:
-        """Return the call that these options describe, for operands as many as the given ones."""
-        return _call_of(self, operands, checks.dtype_name(self.dtype), (self.sm_margin,) * 3)
+        """Return the call that these options describe, of as many tensors as `operands`."""
+        return _call_of(self, operands, checks.dtype_name(self.dtype))
 
     def backward(self, dtypes: list[str]) -> Backward:
         """Return the options of the backward operator, with every gradient wanted."""
@@ -101,8 +101,8 @@ class Backward(NamedTuple):
     sm_margin: int
 
     def call(self, operands: Sequence[Any]) -> Call:
-        """Return the call that these options describe, for operands as many as the given ones."""
-        return _call_of(self, operands, None, (self.sm_margin,) * 3)
+        """Return the call that these options describe, of as many tensors as `operands`."""
+        return _call_of(self, operands, None)
 
 
 def forward_options(
@@ -127,9 +127,14 @@ def forward_options(
     )
 
 
-def _call_of(
-    options: Forward | Backward, operands: Sequence[Any], dtype: str | None, margins: tuple[int, int, int]
-) -> Call:
+def backward_options(
+    call: Call, numbers: Sequence[float], eps: float, dtypes: list[str], wanted: Sequence[bool]
+) -> Backward:
+    """Return the options of the backward operator; `dtypes` and `wanted` have one entry for each tensor of the call."""
+    return forward_options(call, numbers, eps, dtypes[0], True, True).backward(dtypes)._replace(wanted=wanted)
+
+
+def _call_of(options: Forward | Backward, operands: Sequence[Any], dtype: str | None) -> Call:
     """Return the call that an operator's arguments describe; raise ValueError, before anything is compiled, if none."""
     count, names = len(operands), tuple(options.names)  # the first operands are tensors, the others numbers
     if count + len(options.numbers) != len(names):
@@ -139,6 +144,7 @@ def _call_of(
         )
     operation = _operation(options.norm, options.prologue, options.epilogue, names, tuple(options.returns))
     s_dtype = checks.dtype_name(options.s_dtype) if options.prologue else None
+    margins = (options.sm_margin,) * 3
     return call_of("fused_norm", operation, names[:count], names[count:], (), dtype, s_dtype, margins)
 
 
@@ -149,11 +155,10 @@ def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], 
         for plain in NAMED.values():
             if plain.norm == norm and {*names} <= {*plain.operands} and plain.given(names).epilogue.text == epilogue:
                 return plain
-    before = _parsed(prologue, "x", names) if prologue else None
-    after = _parsed(epilogue, "xhat", names)
-    used = {*after.names, *(before.names if before else ())}
+    before_norm, after_norm = _parsed(prologue, "x", names) if prologue else None, _parsed(epilogue, "xhat", names)
+    used = {*after_norm.names, *(before_norm.names if before_norm else ())}
     unused = tuple(name for name in names if name not in used)  # their gradients are zero
-    return composed(norm, before, Expression((*after.names, *unused), after.steps), returns)
+    return composed(norm, before_norm, Expression((*after_norm.names, *unused), after_norm.steps), returns)
 
 
 def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
@@ -162,8 +167,8 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
     return Expression((first, *(name for name in names if name in expression.uses)), expression.steps)
 
 
-# The kernels. On the CPU they are those of torch's own norm where it has one, as only its derivatives of higher order
-# are wrong. The functions by formulas are what decomposition.py registers for other compilers.
+# The kernels. On the CPU they are torch's own where it has one, as only its derivatives of higher order are wrong.
+# decomposition.py hands the functions by formulas to other compilers.
 
 
 def _forward_cuda(x, operands, *arguments):
@@ -178,7 +183,7 @@ def _forward_cuda(x, operands, *arguments):
         options.wants_statistics,
         sm_margin=options.sm_margin,
     )
-    return _three(x, dict(zip(call.operation.returns, results, strict=True)), statistics)
+    return _three(x, options, dict(zip(call.operation.returns, results, strict=True)), statistics)
 
 
 def _forward_cpu(x, operands, *arguments):
@@ -189,7 +194,7 @@ def _forward_cpu(x, operands, *arguments):
     _check(call, [x, *operands])
     weight, bias = weight_and_bias(options.names, operands)
     y, statistics = forward_by_torch(call.affine, x, weight, bias, options.eps, options.dtype)
-    return _three(x, {"y": y}, statistics if options.wants_statistics else None)
+    return _three(x, options, {"y": y}, statistics)
 
 
 def forward_by_formulas(x, operands, *arguments):
@@ -199,17 +204,15 @@ def forward_by_formulas(x, operands, *arguments):
     _check(call, [x, *operands])
     values = values_of(call, [x, *operands], options.numbers)
     results, statistics = formulas.forward(call.operation, values, options.eps, options.dtype, options.s_dtype)
-    if "s" not in options.returns:
-        results.pop("s", None)
-    return _three(x, results, statistics if options.wants_statistics else None)
+    return _three(x, options, results, statistics)
 
 
-def _three(x: Tensor, results: dict[str, Tensor], statistics: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        results["y"],
-        results["s"] if "s" in results else _absent(x),
-        _absent(x) if statistics is None else statistics,
-    )
+def _three(
+    x: Tensor, options: Forward, results: dict[str, Tensor], statistics: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, s, statistics) as the operators do: s and statistics are empty if they are not wanted."""
+    s = results["s"] if "s" in options.returns else _absent(x)
+    return results["y"], s, statistics if options.wants_statistics else _absent(x)
 
 
 def _absent(x: Tensor) -> Tensor:
@@ -268,9 +271,7 @@ def backward_by_torch(
     They have the dtype of the arithmetic.
     """
     if not formulas.subtracts_mean(name):
-        values = {"x": x} if weight is None else {"x": x, "weight": weight}
-        gradients = formulas.backward(NAMED[name], values, None, {"dy": dy}, statistics, wanted, x.dtype)
-        return dict(zip(wanted, gradients, strict=True))
+        return formulas.affine_backward(name, dy, x, statistics, weight, wanted)
     compute, shape = statistics.dtype, x.shape[-1:]
     mean, rstd = statistics.contiguous()[..., None]  # torch's kernel assumes that they are contiguous
     gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(name, weight, x)
@@ -318,11 +319,15 @@ def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
 def backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments):
     """Return what `fused_norm_backward` does, by torch's own operators."""
     options = Backward(*arguments)
-    call = options.call(operands)
-    values = values_of(call, [x, *operands], options.numbers)
-    if wants_gradient(dy, ds, x, *operands, s):
-        statistics = statistics_again(call, values, s, options.s_dtype, options.eps)
-    wanted = call.wanted(tuple(options.wanted))
+    call, tensors = options.call(operands), [x, *operands]
+    if wants_gradient(dy, ds, *tensors, s):
+        statistics = statistics_again(call, options, tensors, s)
+    return formula_gradients(call, options, dy, ds, tensors, s, statistics)
+
+
+def formula_gradients(call: Call, options: Backward, dy, ds, tensors, s, statistics) -> list[Tensor]:
+    """Return the gradients that `options` wants of `tensors`, which are x and the operands, by formulas.py."""
+    values, wanted = values_of(call, tensors, options.numbers), call.wanted(tuple(options.wanted))
     gradients = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, options.s_dtype)
     return _in_dtypes(options, gradients)
 
@@ -341,14 +346,16 @@ def _each_once(gradients: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def statistics_again(call: Call, values, s: Tensor | None, s_dtype: torch.dtype, eps: float) -> Tensor:
+def statistics_again(call: Call, options: Backward, tensors: Sequence[Tensor], s: Tensor | None) -> Tensor:
     """Compute the statistics again, from s or from what s is made of, so that the result can be differentiated."""
-    wide = None if s is None else s.to(formulas.compute_dtype(s))
-    rows = formulas.rows_of(call.operation, values, s_dtype) if wide is None else wide
-    return formulas.statistics_of(call.operation.norm, rows, eps)
+    if s is None:
+        rows = formulas.rows_of(call.operation, values_of(call, tensors, options.numbers), options.s_dtype)
+    else:
+        rows = s.to(formulas.compute_dtype(s))
+    return formulas.statistics_of(call.operation.norm, rows, options.eps)
 
 
-# These work on shapes and dtypes alone. They check them, so that a trace holds only calls that fit.
+# The fakes work on shapes and dtypes alone. They check these, so that a trace holds only calls that fit.
 
 
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
@@ -397,10 +404,10 @@ class Norm(torch.autograd.Function):
         read = call.saved(call.wanted((x_wants, *wanted)))
         tensors = (x, *operands)
         named = [*zip(call.names, tensors, strict=True)]
-        # A tensor that is not read is not kept: another one of its shape, which is kept anyway, stands for it.
+        # A tensor that is not read is not saved: another one of its shape, which is saved anyway, stands for it.
         substitutes = [s if returned else x, *(tensor for name, tensor in named if name in read)]
         saved = [
-            tensor if name in read else next((other for other in substitutes if alike(tensor, other)), tensor)
+            tensor if name in read else next((another for another in substitutes if alike(tensor, another)), tensor)
             for name, tensor in named
         ]
         ctx.save_for_backward(s if returned else None, statistics if options.wants_statistics else None, *saved)
@@ -454,37 +461,33 @@ def gradients(
     s: Tensor | None,
     statistics: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of `tensors`, which are x and the operands, None where `options` wants none.
+    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want.
 
-    They are differentiable where that is wanted.
+    They are differentiable if autograd is on.
     """
     names = call.wanted(tuple(options.wanted))
     if not names or (dy is None and ds is None):
         return [None] * len(tensors)
-    values = values_of(call, tensors, options.numbers)
     # Operators that take lists cannot be batched for autograd.grad(is_grads_batched=True).
     batched = any(gradient is not None and private.is_batched(gradient) for gradient in (dy, ds))
     by_formulas = private.in_forward_mode() or batched or (torch.is_grad_enabled() and not call.affine)
     if statistics is None or by_formulas:
-        statistics = statistics_again(call, values, s, options.s_dtype, options.eps)
+        statistics = statistics_again(call, options, tensors, s)
+    computed_as = dict(zip(names, names, strict=True))
     if by_formulas:
-        results = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, options.s_dtype)
-        dtypes = dict(zip(call.names, options.dtypes, strict=True))
-        by_name = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in zip(names, results, strict=True)}
-        return [by_name.get(name) for name in call.names]
-    if call.affine:
-        by_name = dict(zip(names, NormBackward.apply(dy, statistics, options, *tensors), strict=True))
-        return [by_name.get(name) for name in call.names]
-    # Equal gradients are computed once.
-    kinds = {name: "full" for name, tensor in zip(call.names, tensors, strict=True) if alike(tensor, tensors[0])}
-    dtypes = dict(zip(call.names, options.dtypes, strict=True))
-    same = broadcasting.same_gradients(call.operation, names, values, kinds, dtypes)
-    first = dict.fromkeys(same.values())
-    options = options._replace(wanted=[name in first for name in call.names])
-    x, *operands = tensors
-    results = fused_norm_backward(dy, ds, x, operands, s, statistics, *options)
-    by_name = dict(zip((name for name in call.names if name in first), results, strict=True))
-    return [by_name[same[name]] if name in same else None for name in call.names]
+        results = formula_gradients(call, options, dy, ds, tensors, s, statistics)
+    elif call.affine:
+        results = NormBackward.apply(dy, statistics, options, *tensors)
+    else:  # equal gradients are computed once
+        x, *operands = tensors
+        kinds = {name: "full" for name, tensor in zip(call.names, tensors, strict=True) if alike(tensor, x)}
+        present, dtypes = (*call.names, *call.numbers), dict(zip(call.names, options.dtypes, strict=True))
+        computed_as = broadcasting.same_gradients(call.operation, names, present, kinds, dtypes)
+        names = [name for name in call.names if name in computed_as.values()]
+        options = options._replace(wanted=[name in names for name in call.names])
+        results = fused_norm_backward(dy, ds, x, operands, s, statistics, *options)
+    by_name = dict(zip(names, results, strict=True))
+    return [by_name.get(computed_as.get(name)) for name in call.names]
 
 
 def alike(tensor: Tensor, x: Tensor) -> bool:
@@ -492,25 +495,19 @@ def alike(tensor: Tensor, x: Tensor) -> bool:
     return tensor.dim() == x.dim() and tensor.shape == x.shape
 
 
-class _Listed:
+def _apply(x, operands, *arguments):
     """Apply `Norm` to the arguments of its operator, or formulas under functorch, which operators cannot serve."""
-
-    @staticmethod
-    def apply(x, operands, *arguments):
-        if private.under_functorch():
-            return forward_by_formulas(x, operands, *arguments)
-        return Norm.apply(x, Forward(*arguments), *operands)
+    if private.under_functorch():
+        return forward_by_formulas(x, operands, *arguments)
+    return Norm.apply(x, Forward(*arguments), *operands)
 
 
-class _ListedBackward:
+def _apply_backward(dy, ds, x, operands, s, statistics, *arguments):
     """Apply `NormBackward` to the arguments of its operator, or formulas under functorch and beyond plain norms."""
-
-    @staticmethod
-    def apply(dy, ds, x, operands, s, statistics, *arguments):
-        options = Backward(*arguments)
-        if private.under_functorch() or not options.call(operands).affine:
-            return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
-        return list(NormBackward.apply(dy, statistics, options, x, *operands))
+    options = Backward(*arguments)
+    if private.under_functorch() or not options.call(operands).affine:
+        return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
+    return list(NormBackward.apply(dy, statistics, options, x, *operands))
 
 
 def wants_gradient(*arguments: Any) -> bool:
@@ -521,9 +518,9 @@ def wants_gradient(*arguments: Any) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in (*arguments, *listed))
 
 
-def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
-    """Register the kernels of an operator by device; an operator that is called directly has the derivative of
-    `function.apply`, where `function` is an autograd.Function.
+def register_kernels(operator: Any, apply: Callable[..., Any], **kernels: Callable[..., Any]) -> None:
+    """Register the kernels of an operator by device; called directly it has the derivative of `apply`, which takes the
+    same arguments and applies an autograd.Function.
 
     Nothing is registered for its autograd key, so that compiled code does not pay for it. In eager mode autograd is
     still on in a kernel written in Python, unless the call comes from compiled code or a Function. torch cannot know
@@ -533,7 +530,7 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
 
     def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*arguments):
-            return function.apply(*arguments) if wants_gradient(*arguments) else run(*arguments)
+            return apply(*arguments) if wants_gradient(*arguments) else run(*arguments)
 
         return compute
 
@@ -547,28 +544,24 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
             operator.py_impl(getattr(private.dispatch_key, f"Autograd{device}"))(differentiable(below_autograd))
 
 
-_library.impl("fused_norm", _Listed.apply, "CompositeImplicitAutograd")
-register_kernels(fused_norm_forward, _Listed, CPU=_forward_cpu, CUDA=_forward_cuda)
-register_kernels(fused_norm_backward, _ListedBackward, CPU=_backward_cpu, CUDA=_backward_cuda)
+_library.impl("fused_norm", _apply, "CompositeImplicitAutograd")
+register_kernels(fused_norm_forward, _apply, CPU=_forward_cpu, CUDA=_forward_cuda)
+register_kernels(fused_norm_backward, _apply_backward, CPU=_backward_cpu, CUDA=_backward_cuda)
 
 
-# vmap: the batch is one more leading axis. Operands are then those of groups of rows, and every sample has sums of its
-# own. A seed must give the same numbers to each sample, so that torch's own operators run there, sample by sample.
+# vmap: the batch is one more leading axis. An operand then belongs to a group of rows, and every sample has sums of its
+# own. A seed must give the same numbers to each sample, so with a seed torch's own operators run, sample by sample.
 
 
 @torch.library.register_vmap("cunorm::fused_norm_forward", lib=_library)
 def _forward_vmap(info, in_dims, x, operands, *arguments):
-    options = Forward(*arguments)
-    x_dim, operand_dims, *_ = in_dims
+    options, (x_dim, operand_dims, *_) = Forward(*arguments), in_dims
     if SEED in options.names:
-
-        def run(x, *operands):
-            return forward_by_formulas(x, operands, *arguments)
-
-        return torch.vmap(run, (x_dim, *operand_dims))(x, *operands), (0, 0, 0)
+        by_sample = torch.vmap(lambda *tensors: forward_by_formulas(*tensors, *arguments), (x_dim, operand_dims))
+        return by_sample(x, operands), (0, 0, 0)
     x = _batch_first(x, x_dim, info.batch_size)
     operands = [
-        operand if dim is None else _beside(x, operand, dim)
+        operand if dim is None else _broadcast(x, operand, dim)
         for operand, dim in zip(operands, operand_dims, strict=True)
     ]
     y, s, statistics = fused_norm_forward(x, operands, *arguments)
@@ -576,28 +569,22 @@ def _forward_vmap(info, in_dims, x, operands, *arguments):
 
 
 @torch.library.register_vmap("cunorm::fused_norm_backward", lib=_library)
-def _backward_vmap(info, in_dims, dy, ds, x, operands, s, statistics, *arguments):
-    options, size = Backward(*arguments), info.batch_size
+def _backward_vmap(info, in_dims, *inputs):
+    tensors, tensor_dims, arguments = inputs[:6], tuple(in_dims[:6]), inputs[6:]
+    options = Backward(*arguments)
     if SEED in options.names:
-        tensors, dims = (dy, ds, x, s, statistics, *operands), (*in_dims[:3], *in_dims[4:6], *in_dims[3])
-
-        def run(*samples):
-            remaining = iter(samples)
-            dy, ds, x, s, statistics, *operands = (None if tensor is None else next(remaining) for tensor in tensors)
-            return tuple(backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments))
-
-        pairs = [(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True) if tensor is not None]
-        present, places = zip(*pairs, strict=True)
-        gradients = torch.vmap(run, places)(*present)
+        by_sample = torch.vmap(lambda *tensors: tuple(backward_by_formulas(*tensors, *arguments)), tensor_dims)
+        gradients = by_sample(*tensors)
         return list(gradients), [0] * len(gradients)
-    dy, ds, x, s, statistics = (
-        None if tensor is None else _batch_first(tensor, dim, size)
-        for tensor, dim in zip((dy, ds, x, s, statistics), (*in_dims[:3], *in_dims[4:6]), strict=True)
-    )
-    batched = [_batch_first(tensor, dim, size) for tensor, dim in zip(operands, in_dims[3], strict=True)]
-    beside = [_beside(x, tensor, 0) for tensor in batched]
-    gradients = fused_norm_backward(dy, ds, x, beside, s, statistics.movedim(0, 1), *arguments)
-    shapes = [tensor.shape for tensor, wants in zip((x, *batched), options.wanted, strict=True) if wants]
+
+    def batched(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        return None if tensor is None else _batch_first(tensor, dim, info.batch_size)
+
+    operands = [*map(batched, tensors[3], tensor_dims[3])]
+    dy, ds, x, s, statistics = (batched(tensors[place], tensor_dims[place]) for place in (0, 1, 2, 4, 5))
+    broadcast = [_broadcast(x, operand, 0) for operand in operands]
+    gradients = fused_norm_backward(dy, ds, x, broadcast, s, statistics.movedim(0, 1), *arguments)
+    shapes = [tensor.shape for tensor, wants in zip((x, *operands), options.wanted, strict=True) if wants]
     return [tensor.reshape(shape) for tensor, shape in zip(gradients, shapes, strict=True)], [0] * len(gradients)
 
 
@@ -605,7 +592,7 @@ def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _beside(x: Tensor, operand: Tensor, dim: int) -> Tensor:
+def _broadcast(x: Tensor, operand: Tensor, dim: int) -> Tensor:
     """Return an operand that differs between samples, shaped to broadcast against x (batch, ..., columns)."""
     operand = operand.movedim(dim, 0)
     return operand.reshape(len(operand), *(1,) * (x.dim() - operand.dim()), *operand.shape[1:])

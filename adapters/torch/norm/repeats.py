@@ -39,8 +39,10 @@ def remember(cache: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor,
 
     The oldest entries are dropped if the cache is full. Nothing is remembered if one tensor is given twice.
     """
+    if len({*map(id, tensors)}) < len(tensors):
+        return
     matches = alike(*tensors)
-    if matches(*tensors):  # it does not if one tensor is given twice
+    if matches(*tensors):  # it does not if torch has no guards
         for entry in (key, _with_layouts(key, tensors)):
             cache[entry] = ((matches, value), *cache.pop(entry, ())[: LIKE - 1])
         with suppress(RuntimeError, StopIteration):  # another thread changes the cache: it is trimmed next time
