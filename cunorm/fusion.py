@@ -8,7 +8,7 @@ from typing import Any
 
 from . import norm_add_norm
 from .call import checks
-from .call.backend import backend_of
+from .call.backend import CallOptions, backend_of
 from .call.broadcasting import Kinds
 from .call.store import Float8Store, store_of
 from .expression import substitute, trace
@@ -33,7 +33,7 @@ class Saved:
     operands: dict[str, Any]
     s: Any
     statistics: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]  # as the caller has x and operands that a named operation reshaped
+    shapes: dict[str, tuple[int, ...]]  # as the caller has x and the operands that a named operation reshaped
 
 
 @dataclass(frozen=True)
@@ -159,24 +159,24 @@ class Fused:
         if "x" in saved.shapes:
             given = {name: self._as_x(name, one, saved) for name, one in given.items()}
         arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, **saved.statistics}
-        options: dict[str, Any] = {"demanded": self.demanded, "sm_margin": sm_margin}
-        asked = tuple(wanted) or known
+        options, names = self._options(sm_margin), tuple(wanted) or known
         if operation.second:
-            found = norm_add_norm.backward(self.function, operation, arrays, asked, **options)
+            found = norm_add_norm.backward(options, arrays, names)
         else:
             # If dy is all that is wanted the call is checked all the same.
             added = added_after(operation, tuple(saved.operands)) if self.returns_dy else ()
-            copies = [name for name in asked if name in added and _alike(arrays[name], given["dy"])]
-            computed = tuple(name for name in asked if name not in copies) or asked
-            options["s_dtype"] = self.s_dtype
-            found = backend_of(self.function, saved.x).backward(self.function, operation, arrays, computed, **options)
-            found = {name: given["dy"] if name in copies else found[name] for name in asked}
-        return {name: one.reshape(saved.shapes[name]) if name in saved.shapes else one for name, one in found.items()}
+            copies = [name for name in names if name in added and _alike(arrays[name], given["dy"])]
+            computed = tuple(name for name in names if name not in copies) or names
+            found = backend_of(self.function, saved.x).backward(options, arrays, computed)
+            found = {name: given["dy"] if name in copies else found[name] for name in names}
+        return {
+            name: gradient.reshape(saved.shapes[name]) if name in saved.shapes else gradient
+            for name, gradient in found.items()
+        }
 
     def called(self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int) -> Any:
-        """The results of a call with exactly these operands."""
-        results, _ = self._run(x, operands, eps, sm_margin, statistics=False)
-        return self._in_order(results)
+        """Return the results of a call with exactly these operands."""
+        return self._in_order(self._run(self._options(sm_margin), x, operands, eps))
 
     def called_forward(
         self,
@@ -186,16 +186,16 @@ class Fused:
         sm_margin: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> tuple[Any, Saved]:
-        """Run a call and return what is saved too."""
-        results, statistics = self._run(x, operands, eps, sm_margin, statistics=True)
-        saved = Saved(self, x, operands, results.get("s"), statistics, shapes or {})
-        return self._in_order(results), saved
+        """Return the results of such a call, and what is saved for the backward pass."""
+        results = self._run(self._options(sm_margin, True), x, operands, eps)
+        statistics = {name: results[name] for name in self.operation.statistics}
+        return self._in_order(results), Saved(self, x, operands, results.get("s"), statistics, shapes or {})
 
     def called_fp8(
         self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int, store: Float8Store, scale: Any
     ) -> tuple[Any, ...]:
-        """The results with y by `store`."""
-        results, _ = self._run(x, operands, eps, sm_margin, statistics=False, float8=store, scale=scale)
+        """Return the results of such a call with y written by `store`."""
+        results = self._run(self._options(sm_margin, store=store), x, operands, eps, scale)
         return tuple([results[name] for name in store.results(self.operation.returns)])
 
     def store(self, dtype: Any, granularity: str | int, y_scale: Any, *, wide: bool) -> Float8Store:
@@ -204,33 +204,17 @@ class Fused:
             raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
         return store_of(self.function, dtype, granularity, y_scale, wide=wide)
 
+    def _options(self, sm_margin: int, statistics: bool = False, store: Float8Store | None = None) -> CallOptions:
+        return CallOptions(
+            self.function, self.operation, self.demanded, self.dtype, self.s_dtype, sm_margin, statistics, store
+        )
+
     def _run(
-        self,
-        x: Any,
-        operands: dict[str, Any],
-        eps: float,
-        sm_margin: int,
-        *,
-        statistics: bool,
-        float8: Float8Store | None = None,
-        scale: Any = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the operation and return (results, statistics), both by name."""
-        operation = self.operation
-        options: dict[str, Any] = {
-            "demanded": self.demanded,
-            "dtype": self.dtype,
-            "s_dtype": self.s_dtype,
-            "statistics": statistics,
-            "sm_margin": sm_margin,
-        }
-        if float8:
-            options |= {"float8": float8, "scale": scale}
-        if operation.second:
-            return norm_add_norm.forward(self.function, operation, x, operands, eps, **options)
-        run = backend_of(self.function, x).forward
-        results, mean, rstd = run(self.function, operation, x, operands, eps, **options)
-        return results, {"mean": mean, "rstd": rstd}
+        self, options: CallOptions, x: Any, operands: dict[str, Any], eps: float, scale: Any = None
+    ) -> dict[str, Any]:
+        """Return the results, and the statistics if they are asked for, by name."""
+        forward = norm_add_norm.forward if self.operation.second else backend_of(self.function, x).forward
+        return forward(options, {"x": x, **operands}, eps, scale)
 
     def _checked(self, unnamed: tuple[Any, ...], operands: dict[str, Any]) -> dict[str, Any]:
         """The operands of a call in the order of the operation."""

@@ -64,11 +64,7 @@ def norm_dense(
         "ln_weight": parameters.get("scale"),
         "ln_bias": parameters.get("ln_bias"),
     }
-    op = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
-    options = {
-        "keep_normalized": module.keep_normalized,
-        "precision": module.precision,
-        "out_sharding": out_sharding,
-        "mixed": True,
-    }
-    return linear.norm_linear(NAME, op, arrays, module.epsilon, module.zero_centered_gamma, **options)[0]
+    norm = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
+    options = linear.LinearOptions(NAME, norm, module.epsilon, module.zero_centered_gamma)
+    of_product = linear.ProductOptions(module.precision, out_sharding, module.keep_normalized, mixed=True)
+    return linear.norm_linear(options, arrays, of_product)[0]

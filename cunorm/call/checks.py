@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..operation import Operation, affine
 from ..plan.problem import ITEMSIZE, RowStrides
 
 
@@ -36,24 +37,52 @@ def strides_in_elements(
     return tuple(stride // itemsize for stride in strides)
 
 
-def check_forward(
-    function: str,
-    x: Layout,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Layout | None,
-    bias: Layout | None,
-    out: Layout | None,
-    dtype: str | None,
-    *,
-    zero_centered_gamma: bool,
-) -> tuple[tuple[int, ...], str]:
-    """Check the arguments of a forward function; return (normalized_shape, dtype of y)."""
+class NormOptions(NamedTuple):
+    """What a call of a plain norm asks for besides its arrays and eps, each as the caller gave it.
+
+    The public functions make a plain tuple of these fields, because a named one takes the host longer. Whoever works
+    something out for the first time names the fields with NormOptions(*options).
+    """
+
+    function: str  # the public function, which errors name
+    normalized_shape: Any
+    zero_centered_gamma: Any
+    dtype: Any  # the dtype of y
+    sm_margin: Any
+    # Forward: whether the statistics are returned too, or the Float8Store that y is written by. Backward: output_mask.
+    returns: Any
+
+    @property
+    def norm(self) -> str:
+        """The key of NORMS."""
+        return "layer_norm" if self.function.startswith("layer_norm") else "rms_norm"
+
+    @property
+    def operation(self) -> Operation:
+        return affine(self.norm, bool(self.zero_centered_gamma))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The names of the arrays that a backward pass cannot do without."""
+        return ("dy", "x", "mean", "rstd") if self.norm == "layer_norm" else ("dy", "x", "rstd")
+
+
+NormTuple = tuple[str, Any, Any, Any, Any, Any]  # NormOptions as the public functions make them
+
+
+def check_forward(options: NormOptions, layouts: Mapping[str, Layout]) -> tuple[tuple[int, ...], str]:
+    """Check the arguments of a forward function; return (normalized_shape, dtype of y).
+
+    `layouts` are those of x, weight, bias and out, as far as they are given. The options have a dtype's name or None.
+    """
+    function = options.function
+    x, weight, out = layouts["x"], layouts.get("weight"), layouts.get("out")
     check_dtype(function, "x", x)
-    shape = shape_of(function, normalized_shape, x.shape, None if weight is None else weight.shape)
+    shape = shape_of(function, options.normalized_shape, x.shape, None if weight is None else weight.shape)
     if not shape:
         raise ValueError(f"{function}: x must have at least one axis to normalise; got shape {x.shape}.")
     if x.shape[-len(shape) :] != shape:
-        named = "normalized_shape" if normalized_shape is not None else "the shape of weight"
+        named = "normalized_shape" if options.normalized_shape is not None else "the shape of weight"
         raise ValueError(
             f"{function}: {named} must be the last axes of x; got {shape} for x of shape {x.shape}. "
             "Pass the shape of the axes to normalise over."
@@ -61,10 +90,10 @@ def check_forward(
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got normalized_shape {shape}.")
     _check_parameter(function, "weight", weight, shape, x)
-    _check_parameter(function, "bias", bias, shape, x)
-    if zero_centered_gamma and weight is None:
+    _check_parameter(function, "bias", layouts.get("bias"), shape, x)
+    if options.zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    y_dtype = dtype or (out.dtype if out is not None else x.dtype)
+    y_dtype = options.dtype or (out.dtype if out is not None else x.dtype)
     if y_dtype not in ITEMSIZE:
         raise TypeError(f"{function}: dtype {must_be_a_dtype(y_dtype)}")
     if out is not None:
@@ -88,18 +117,14 @@ def shape_of(
     return x[-1:] if weight is None else weight
 
 
-def check_backward(
-    function: str,
-    dy: Layout,
-    x: Layout,
-    mean: Layout | None,
-    rstd: Layout,
-    weight: Layout | None,
-    dx_out: Layout | None = None,
-    *,
-    zero_centered_gamma: bool,
-) -> tuple[int, ...]:
-    """Check the arguments of a backward function; return normalized_shape."""
+def check_backward(options: NormOptions, layouts: Mapping[str, Layout]) -> tuple[int, ...]:
+    """Check the arguments of a backward function; return normalized_shape.
+
+    `layouts` are those of dy, x, mean, rstd, weight and dx_out, as far as they are given.
+    """
+    function = options.function
+    dy, x, rstd = layouts["dy"], layouts["x"], layouts["rstd"]
+    weight, dx_out = layouts.get("weight"), layouts.get("dx_out")
     check_dtype(function, "x", x)
     check_dtype(function, "dy", dy)
     check_same_device(function, "dy", dy, x)
@@ -107,9 +132,10 @@ def check_backward(
         raise ValueError(f"{function}: dy must have the shape of x, {x.shape}; got {dy.shape}.")
     statistics = "float64" if x.dtype == "float64" else "float32"
     rank = len(rstd.shape)
-    for name, array in (("mean", mean), ("rstd", rstd)):
-        if array is None:
+    for name in ("mean", "rstd"):
+        if name not in layouts:
             continue
+        array = layouts[name]
         check_same_device(function, name, array, x)
         if array.shape != x.shape[:rank] or rank >= len(x.shape):
             raise ValueError(
@@ -124,7 +150,7 @@ def check_backward(
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got {shape}.")
     _check_parameter(function, "weight", weight, shape, x)
-    if zero_centered_gamma and weight is None:
+    if options.zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
     if dx_out is not None:
         check_same_device(function, "dx_out", dx_out, x)

@@ -17,13 +17,13 @@ import numpy
 
 from ..kernel import device, launch
 from ..kernel.device import Device
-from ..operation import NORMS, Operation, affine
+from ..operation import NORMS
 from ..plan.problem import FLOAT8, ITEMSIZE, argument_order
 from ..plan.steps import Plan
 from . import broadcasting, checks, site
-from .backend import Norm, kind_of
-from .broadcasting import AFFINE, Given, Kinds
-from .checks import Layout
+from .backend import Arrays, CallOptions, kind_of
+from .broadcasting import AFFINE, Given
+from .checks import Layout, NormOptions, NormTuple
 from .numpy import numpy_dtype
 from .recipe import (
     LIMIT,
@@ -66,204 +66,169 @@ def _site(arrays: int, results: int | None, *, out: bool = False, workspace: boo
 # The plain norms.
 
 
-def norm(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
-) -> tuple[cupy.ndarray, ...]:
-    """Run `Backend.norm`. What `_kept` does is written out: a Python call is 0.1 us of 1.7."""
-    shape = asked[1]
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[cupy.ndarray, ...]:
+    """Run `Backend.norm`. The body of `_kept` stands here once more, as a Python call is 0.1 us of 1.7."""
+    shape = options[1]
     try:
-        call = _calls.kept((asked, statistics, None if shape is None else kind_of(shape), type(asked[4])))
+        call = _calls.kept((options, None if shape is None else kind_of(shape), type(options[4])))
     except (TypeError, ValueError):
         call = None
     if call is None:
-        call = _kept(_norm_call, asked, statistics)
-    return call.site(call, eps, out, x, weight, bias)
+        call = _kept(_norm_call, options)
+    return call.site(call, eps, out, *arrays)
 
 
-def norm_float8(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-) -> tuple[cupy.ndarray, ...]:
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[cupy.ndarray, ...]:
     """Run `Backend.norm_float8`."""
-    call = _kept(_norm_call, asked, store)
-    if store.granularity != "tensor":
-        return call.site(call, eps, None, x, weight, bias)
+    call = _kept(_norm_call, options)
+    options = NormOptions(*options)
+    if options.returns.granularity != "tensor":
+        return call.site(call, eps, None, *arrays)
+    x, weight, bias = arrays
     if scale is None:
-        _recipe_of(call, eps, None, (x, weight, bias, None))  # says what is wrong
-        shape = checks.shape_of(asked[0], asked[1], x.shape, None if weight is None else weight.shape)
+        _recipe_of(call, eps, None, (*arrays, None))  # says what is wrong
+        weight_shape = None if weight is None else weight.shape
+        shape = checks.shape_of(options.function, options.normalized_shape, x.shape, weight_shape)
         with cupy.cuda.Device(x.data.device_id):
-            operation = affine(_norm_of(asked[0]), bool(asked[2]))
-            scale = affine_scale(cupy, operation, FLOAT8[store.format], math.prod(shape), weight, bias)
+            largest = FLOAT8[options.returns.format]
+            scale = affine_scale(cupy, options.operation, largest, math.prod(shape), weight, bias)
     scale = cupy.asarray(scale, numpy.float32).reshape(())
-    y8, *y = call.site(call, eps, None, x, weight, bias, scale)
+    y8, *y = call.site(call, eps, None, *arrays, scale)
     return y8, scale, *y
 
 
-def norm_backward(
-    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
-) -> tuple[cupy.ndarray | None, ...]:
+def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tuple[cupy.ndarray | None, ...]:
     """Run `Backend.norm_backward`."""
     try:
-        call = _calls.kept((asked, output_mask, None, type(asked[4])))
+        call = _calls.kept((options, None, type(options[4])))
     except (TypeError, ValueError):
         call = None
     if call is None:
-        call = _kept(_norm_backward_call, asked, output_mask)
+        call = _kept(_norm_backward_call, options)
     if dx_out is not None and "x" not in call.results:
-        checks.check_output_mask(asked[0], output_mask, len(output_mask), dx_out)  # says what is wrong
-    results = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
+        output_mask = options[5]
+        checks.check_output_mask(call.function, output_mask, len(output_mask), dx_out)  # says what is wrong
+    results = call.site(call, 0.0, dx_out, *arrays)
     if len(results) == 3:
         return results
     if call.results == ("x", "weight"):
         return *results, None
-    named = dict(zip(call.results, results, strict=True))
-    return named.get("x"), named.get("weight"), named.get("bias")
+    gradients = dict(zip(call.results, results, strict=True))
+    return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
 
 
-def _kept(make: Callable[..., Call], asked: Norm, option: Any) -> Call:
-    """The call of such options; without a hash, as a list among them has none, it is made each time."""
-    shape = asked[1]
-    key = (asked, option, None if shape is None else kind_of(shape), type(asked[4]))
-    return _calls.of(key, make, asked, option)
+def _kept(make: Callable[[NormOptions], Call], options: NormTuple) -> Call:
+    """Return the call of such options; without a hash, as a list among them has none, it is made each time."""
+    shape = options[1]
+    key = (options, None if shape is None else kind_of(shape), type(options[4]))
+    return _calls.of(key, make, NormOptions(*options))
 
 
-def _norm_of(function: str) -> str:
-    return "layer_norm" if function.startswith("layer_norm") else "rms_norm"
-
-
-def _norm_call(asked: Norm, kept: bool | Float8Store) -> Call:
-    """`kept`: whether statistics are results, or how y is written."""
-    function, _, _, dtype, _ = asked
-    store = kept if isinstance(kept, Float8Store) else None
+def _norm_call(options: NormOptions) -> Call:
     names, results = ("x", "weight", "bias"), ("y",)
+    store = options.returns if isinstance(options.returns, Float8Store) else None
     if store:
         names, results = _with_scale(names, store), store.written(results)
-    elif kept:
-        results += NORMS[_norm_of(function)].statistics
-    if dtype is not None and not store:
-        dtype = checks.dtype_name(function, dtype)
-    recipe = partial(_norm_recipe, asked, None if store else dtype, store)
+    elif options.returns:
+        results += NORMS[options.norm].statistics
+    if options.dtype is not None:
+        options = options._replace(dtype=checks.dtype_name(options.function, options.dtype))
+    recipe = partial(_norm_recipe, options, store)
     made = _site(len(names), len(results), out=not store)
-    return Call(function, names, ("x",), results, recipe, made, out="" if store else "out")
+    return Call(options.function, names, ("x",), results, recipe, made, out="" if store else "out")
 
 
 def _norm_recipe(
-    asked: Norm, dtype: str | None, store: Float8Store | None, given, gpu: Callable[[], Device], **options
-):
-    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    x, weight, bias = (given.get(name) for name in ("x", "weight", "bias"))
+    options: NormOptions,
+    store: Float8Store | None,
+    layouts: Mapping[str, Layout],
+    gpu: Callable[[], Device],
+    *,
+    out: Layout | None,
+    aligned: bool,
+) -> LaunchRecipe:
     if store:
-        check_x(function, x)
-    parameters = (normalized_shape, weight, bias, options["out"], dtype)
-    shape, y_dtype = checks.check_forward(function, x, *parameters, zero_centered_gamma=zero_centered_gamma)
-    operation = affine(_norm_of(function), bool(zero_centered_gamma))
-    options |= {"demanded": AFFINE, "dtype": y_dtype, "s_dtype": None, "sm_margin": sm_margin, "float8": store}
-    return forward_recipe(function, operation, given, gpu(), ndim=len(shape), **options)
-
-
-def _norm_backward_call(asked: Norm, output_mask: Any) -> Call:
-    function = asked[0]
-    subtracts_mean = _norm_of(function) == "layer_norm"
-    mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2)
-    wanted = tuple(name for name, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
-    required = ("dy", "x", *(("mean",) if subtracts_mean else ()), "rstd")
-    names = ("dy", "x", "mean", "rstd", "weight")
-    recipe = partial(_norm_backward_recipe, asked, wanted)
-    made = _site(len(names), len(wanted), out="x" in wanted, workspace=True)
-    return Call(function, names, required, wanted, recipe, made, out="dx_out", backward=True)
-
-
-def _norm_backward_recipe(asked: Norm, wanted: tuple[str, ...], given, gpu, **options) -> LaunchRecipe:
-    function, _, zero_centered_gamma, _, sm_margin = asked
-    x, weight, out = given["x"], given.get("weight"), options["out"]
-    shape = checks.check_backward(
-        function, given["dy"], x, given.get("mean"), given["rstd"], weight, out, zero_centered_gamma=zero_centered_gamma
+        check_x(options.function, layouts["x"])
+    shape, y_dtype = checks.check_forward(options, layouts if out is None else {**layouts, "out": out})
+    call_options = CallOptions(
+        options.function,
+        options.operation,
+        AFFINE,
+        dtype=y_dtype,
+        sm_margin=options.sm_margin,
+        store=store,
+        ndim=len(shape),
     )
-    parameter = (weight or x).dtype
-    operation = affine(_norm_of(function), bool(zero_centered_gamma))
-    options |= {"demanded": AFFINE, "s_dtype": None, "sm_margin": sm_margin}
-    options["dtypes_of_gradients"] = {"weight": parameter, "bias": parameter}
-    return backward_recipe(function, operation, given, wanted, gpu(), ndim=len(shape), **options)
+    return forward_recipe(call_options, layouts, gpu(), aligned=aligned, out=out)
+
+
+def _norm_backward_call(options: NormOptions) -> Call:
+    mask = checks.check_output_mask(options.function, options.returns, 3 if options.norm == "layer_norm" else 2)
+    wanted = tuple(name for name, is_wanted in zip(("x", "weight", "bias"), mask, strict=True) if is_wanted)
+    names = ("dy", "x", "mean", "rstd", "weight")
+    recipe = partial(_norm_backward_recipe, options, wanted)
+    made = _site(len(names), len(wanted), out="x" in wanted, workspace=True)
+    return Call(options.function, names, options.required, wanted, recipe, made, out="dx_out", backward=True)
+
+
+def _norm_backward_recipe(
+    options: NormOptions,
+    wanted: tuple[str, ...],
+    layouts: Mapping[str, Layout],
+    gpu: Callable[[], Device],
+    *,
+    out: Layout | None,
+    aligned: bool,
+) -> LaunchRecipe:
+    shape = checks.check_backward(options, layouts if out is None else {**layouts, "dx_out": out})
+    call_options = CallOptions(
+        options.function,
+        options.operation,
+        AFFINE,
+        sm_margin=options.sm_margin,
+        ndim=len(shape),
+        left_out=layouts["weight" if "weight" in layouts else "x"].dtype,
+    )
+    return backward_recipe(call_options, layouts, wanted, gpu(), aligned=aligned, out=out)
 
 
 # Any operation over the last axis.
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: cupy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
+def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> dict[str, cupy.ndarray]:
     """Run `Backend.forward`."""
-    key = (
-        function,
-        operation,
-        tuple(operands),
-        demanded,
-        dtype,
-        s_dtype,
-        statistics,
-        sm_margin,
-        type(sm_margin),
-        float8,
-    )
+    key = (options, tuple(arrays), type(options.sm_margin))
     call = _calls.kept(key)
     if call is None:
-        call = _calls.of(key, _call, *key)
-    if float8 and float8.granularity == "tensor":
-        with cupy.cuda.Device(layout(function, "x", x).device):
-            scale = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
-        by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values(), scale), strict=True))
-        return by_name | {"y8_scale": scale}, None, None
-    by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values())))  # noqa: B905
-    if statistics:
-        return by_name, by_name.pop("mean", None), by_name.pop("rstd")
-    return by_name, None, None
+        call = _calls.of(key, _call, options, tuple(arrays))
+    store = options.store
+    if store and store.granularity == "tensor":
+        x = arrays["x"]
+        with cupy.cuda.Device(layout(options.function, "x", x).device):
+            scale = scale_of(cupy, options.operation, store, x.shape[-1], arrays, scale)
+        results = call.site(call, eps, None, *arrays.values(), scale)
+        return dict(zip(call.results, results, strict=True)) | {"y8_scale": scale}
+    return dict(zip(call.results, call.site(call, eps, None, *arrays.values())))  # noqa: B905
 
 
-def forward_norm_add_norm(
-    function: str,
-    operation: Operation,
-    x: cupy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-) -> dict[str, cupy.ndarray] | None:
-    """Run `NormAddNorm.forward_norm_add_norm`."""
-    if not runs_norm_add_norm(layout(function, "x", x), s_dtype):
-        return None
-    key = (function, operation, tuple(operands), demanded, dtype, None, statistics, sm_margin, type(sm_margin), None)
-    call = _calls.of(key, _call, *key)
-    return dict(zip(call.results, call.site(call, eps, None, x, *operands.values()), strict=True))
+def runs_both_norms(options: CallOptions, x: cupy.ndarray) -> bool:
+    """Return whether `forward` takes an operation with a second norm of such x."""
+    return runs_norm_add_norm(layout(options.function, "x", x), options.s_dtype)
 
 
-def _call(function, operation, operands, demanded, dtype, s_dtype, statistics, sm_margin, _, float8) -> Call:
-    names, results = ("x", *operands), operation.returns
-    if float8:
-        names, results = _with_scale(names, float8), float8.written(results)
-    if statistics:
-        results += operation.given(operands).statistics
-    options = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin, "float8": float8}
+def _call(options: CallOptions, names: tuple[str, ...]) -> Call:
+    operation, results = options.operation, options.operation.returns
+    arguments = names
+    if options.store:
+        arguments, results = _with_scale(names, options.store), options.store.written(results)
+    if options.statistics:
+        results += operation.given(names).statistics
 
-    def recipe(given, gpu, **more):
-        return forward_recipe(function, operation, given, gpu(), **options, **more)
+    def recipe(given: Mapping[str, Given], gpu: Callable[[], Device], **placed: Any) -> LaunchRecipe:
+        return forward_recipe(options, given, gpu(), **placed)
 
-    made = _site(len(names), len(results))
-    return Call(function, names, names, results, recipe, made, takes_numbers=True)
+    made = _site(len(arguments), len(results))
+    return Call(options.function, arguments, arguments, results, recipe, made, takes_numbers=True)
 
 
 def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
@@ -271,36 +236,25 @@ def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
     return (*names, "y8_scale") if store.granularity == "tensor" else names
 
 
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> dict[str, cupy.ndarray]:
+def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dict[str, cupy.ndarray]:
     """Run `Backend.backward`."""
     wanted = tuple(wanted)
-    needed = ("x", *NORMS[operation.norm].statistics)
+    needed = ("x", *NORMS[options.operation.norm].statistics)
     names = tuple([name for name, array in arrays.items() if array is not None or name in needed])
-    key = (function, operation, names, wanted, demanded, s_dtype, sm_margin, type(sm_margin))
+    key = (options, names, wanted, type(options.sm_margin))
     call = _calls.kept(key)
     if call is None:
-        call = _calls.of(key, _backward_call, *key)
+        call = _calls.of(key, _backward_call, options, names, wanted)
     results = call.site(call, 0.0, None, *[arrays[name] for name in names])
     return dict(zip(wanted, results))  # noqa: B905
 
 
-def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_margin, _) -> Call:
-    options = {"demanded": demanded, "s_dtype": s_dtype, "sm_margin": sm_margin}
-
-    def recipe(given, gpu, *, out, **more):
-        return backward_recipe(function, operation, given, wanted, gpu(), **options, **more)
+def _backward_call(options: CallOptions, names: tuple[str, ...], wanted: tuple[str, ...]) -> Call:
+    def recipe(given: Mapping[str, Given], gpu: Callable[[], Device], **placed: Any) -> LaunchRecipe:
+        return backward_recipe(options, given, wanted, gpu(), **placed)
 
     made = _site(len(names), None, workspace=True)
-    return Call(function, names, names, wanted, recipe, made, takes_numbers=True, backward=True)
+    return Call(options.function, names, names, wanted, recipe, made, takes_numbers=True, backward=True)
 
 
 # What call sites leave to functions.
