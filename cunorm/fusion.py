@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import norm_add_norm
@@ -48,6 +48,11 @@ class Fused:
     made: tuple[str, ...] = (SEED,)  # operands without a gradient
     bounded: bool = False  # whether y is a norm times weight plus bias, for which a scale is known beforehand
     returns_dy: bool = False  # whether the gradient of what is added to the norm is the array dy, not another one
+    options: CallOptions = field(init=False, repr=False, compare=False)  # of a call that asks for nothing more
+
+    def __post_init__(self) -> None:
+        options = CallOptions(self.function, self.operation, self.demanded, self.dtype, self.s_dtype)
+        object.__setattr__(self, "options", options)
 
     def __repr__(self) -> str:
         operation = self.operation
@@ -188,8 +193,10 @@ class Fused:
     ) -> tuple[Any, Saved]:
         """Return the results of such a call, and what is saved for the backward pass."""
         results = self._run(self._options(sm_margin, True), x, operands, eps)
-        statistics = {name: results[name] for name in self.operation.statistics}
-        return self._in_order(results), Saved(self, x, operands, results.get("s"), statistics, shapes or {})
+        returned, s = self._in_order(results), results.get("s")
+        for name in self.operation.returns:
+            del results[name]  # what is left are the statistics
+        return returned, Saved(self, x, operands, s, results, shapes or {})
 
     def called_fp8(
         self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int, store: Float8Store, scale: Any
@@ -205,9 +212,9 @@ class Fused:
         return store_of(self.function, dtype, granularity, y_scale, wide=wide)
 
     def _options(self, sm_margin: int, statistics: bool = False, store: Float8Store | None = None) -> CallOptions:
-        return CallOptions(
-            self.function, self.operation, self.demanded, self.dtype, self.s_dtype, sm_margin, statistics, store
-        )
+        if type(sm_margin) is int and not sm_margin and not statistics and store is None:
+            return self.options
+        return CallOptions(*self.options[:5], sm_margin, statistics, store)
 
     def _run(
         self, options: CallOptions, x: Any, operands: dict[str, Any], eps: float, scale: Any = None

@@ -52,7 +52,7 @@ class Call:
     required: tuple[str, ...]  # those that may not
     results: tuple[str, ...]  # in order
     recipe: Callable[..., LaunchRecipe]  # (given, device, out=, aligned=) -> recipe
-    site: Callable[..., tuple[cupy.ndarray, ...]]  # (call, eps, out, *arrays) -> results in order
+    site: Callable[..., tuple[cupy.ndarray, ...]]  # (call, eps, out, arrays) -> results in order
     out: str = ""  # what the caller calls the memory that it gives for the first result
     takes_numbers: bool = False  # for operands
     backward: bool = False
@@ -67,15 +67,15 @@ def _site(arrays: int, results: int | None, *, out: bool = False, workspace: boo
 
 
 def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[cupy.ndarray, ...]:
-    """Run `Backend.norm`. The body of `_kept` stands here once more, as a Python call is 0.1 us of 1.7."""
-    shape = options[1]
+    """Run `Backend.norm`. The usual case of `_key` stands here once more, as a Python call is 0.1 us of 1.7."""
+    key = options if options[1] is None and type(options[4]) is int else _key(options)
     try:
-        call = _calls.kept((options, None if shape is None else kind_of(shape), type(options[4])))
+        call = _calls.kept(key)
     except (TypeError, ValueError):
         call = None
     if call is None:
         call = _kept(_norm_call, options)
-    return call.site(call, eps, out, *arrays)
+    return call.site(call, eps, out, arrays)
 
 
 def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[cupy.ndarray, ...]:
@@ -83,7 +83,7 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
     call = _kept(_norm_call, options)
     options = NormOptions(*options)
     if options.returns.granularity != "tensor":
-        return call.site(call, eps, None, *arrays)
+        return call.site(call, eps, None, arrays)
     x, weight, bias = arrays
     if scale is None:
         _recipe_of(call, eps, None, (*arrays, None))  # says what is wrong
@@ -93,14 +93,14 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
             largest = FLOAT8[options.returns.format]
             scale = affine_scale(cupy, options.operation, largest, math.prod(shape), weight, bias)
     scale = cupy.asarray(scale, numpy.float32).reshape(())
-    y8, *y = call.site(call, eps, None, *arrays, scale)
+    y8, *y = call.site(call, eps, None, (*arrays, scale))
     return y8, scale, *y
 
 
 def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tuple[cupy.ndarray | None, ...]:
     """Run `Backend.norm_backward`."""
     try:
-        call = _calls.kept((options, None, type(options[4])))
+        call = _calls.kept(options if type(options[4]) is int else _key(options))
     except (TypeError, ValueError):
         call = None
     if call is None:
@@ -108,7 +108,7 @@ def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tup
     if dx_out is not None and "x" not in call.results:
         output_mask = options[5]
         checks.check_output_mask(call.function, output_mask, len(output_mask), dx_out)  # says what is wrong
-    results = call.site(call, 0.0, dx_out, *arrays)
+    results = call.site(call, 0.0, dx_out, arrays)
     if len(results) == 3:
         return results
     if call.results == ("x", "weight"):
@@ -119,9 +119,14 @@ def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tup
 
 def _kept(make: Callable[[NormOptions], Call], options: NormTuple) -> Call:
     """Return the call of such options; without a hash, as a list among them has none, it is made each time."""
-    shape = options[1]
-    key = (options, None if shape is None else kind_of(shape), type(options[4]))
-    return _calls.of(key, make, NormOptions(*options))
+    return _calls.of(_key(options), make, NormOptions(*options))
+
+
+def _key(options: NormTuple) -> Hashable:
+    """Return what tells options apart, also those that are equal but for a bool or float in place of an int."""
+    shape, sm_margin = options[1], options[4]
+    key = options if type(sm_margin) is int else (*options, type(sm_margin))
+    return key if shape is None else (key, kind_of(shape))
 
 
 def _norm_call(options: NormOptions) -> Call:
@@ -206,9 +211,9 @@ def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None)
         x = arrays["x"]
         with cupy.cuda.Device(layout(options.function, "x", x).device):
             scale = scale_of(cupy, options.operation, store, x.shape[-1], arrays, scale)
-        results = call.site(call, eps, None, *arrays.values(), scale)
+        results = call.site(call, eps, None, (*arrays.values(), scale))
         return dict(zip(call.results, results, strict=True)) | {"y8_scale": scale}
-    return dict(zip(call.results, call.site(call, eps, None, *arrays.values())))  # noqa: B905
+    return dict(zip(call.results, call.site(call, eps, None, tuple(arrays.values()))))  # noqa: B905
 
 
 def runs_both_norms(options: CallOptions, x: cupy.ndarray) -> bool:
@@ -245,7 +250,7 @@ def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dic
     call = _calls.kept(key)
     if call is None:
         call = _calls.of(key, _backward_call, options, names, wanted)
-    results = call.site(call, 0.0, None, *[arrays[name] for name in names])
+    results = call.site(call, 0.0, None, [arrays[name] for name in names])
     return dict(zip(wanted, results))  # noqa: B905
 
 
@@ -266,7 +271,7 @@ def run(
     """Run what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
-        return call.site(call, eps, out, *arrays)  # which finds the recipe now
+        return call.site(call, eps, out, arrays)  # which finds the recipe now
     given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
         pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]

@@ -11,19 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 SITE = """
-def site(call, eps, out, {arrays}):
+def site(call, eps, out, arrays):
+    {arrays}, = arrays
     try:
         low = 0{described}
         key = (
-            call, eps, type(eps), low % 16 == 0 or aligned(call, ({arrays},), out), {layouts}
+            call, eps, type(eps), low % 16 == 0 or aligned(call, arrays, out), {layouts}
         )
         recipe = _recipes.kept(key)
     except (AttributeError, TypeError, ValueError):  # no array, or no hash
         recipe = key = None
     if recipe is None or recipe.everyday_on != _current_device():
-        return run(call, eps, out, ({arrays},), key)
+        return run(call, eps, out, arrays, key)
     if low % recipe.widest:
-        check_addresses(call, ({arrays},), out)
+        check_addresses(call, arrays, out)
 {allocated}
     device_id = recipe.device_id
 {workspace}
