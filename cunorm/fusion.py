@@ -154,29 +154,29 @@ class Fused:
                 f"{self.function}: backward takes a gradient of each of {', '.join(operation.returns)}; got "
                 f"{len(gradients)}. Pass None for a result on which nothing depends."
             )
-        given = {f"d{name}": one for name, one in zip(operation.returns, gradients, strict=True)}
-        if all(one is None for one in gradients):
+        given = {f"d{name}": gradient for name, gradient in zip(operation.returns, gradients, strict=True)}
+        if all(gradient is None for gradient in gradients):
             raise ValueError(f"{self.function}: one gradient at least must be an array; got None for each.")
         known = ("x", *(name for name in operation.operands if name in saved.operands and name not in self.made))
         if isinstance(wanted, str) or not isinstance(wanted, Sequence):
             raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
         _check_names(self.function, "wanted", wanted, known)
         if "x" in saved.shapes:
-            given = {name: self._as_x(name, one, saved) for name, one in given.items()}
+            given = {name: self._as_x(name, gradient, saved) for name, gradient in given.items()}
         arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, **saved.statistics}
         options, names = self._options(sm_margin), tuple(wanted) or known
         if operation.second:
-            found = norm_add_norm.backward(options, arrays, names)
+            results = norm_add_norm.backward(options, arrays, names)
         else:
             # If dy is all that is wanted the call is checked all the same.
             added = added_after(operation, tuple(saved.operands)) if self.returns_dy else ()
             copies = [name for name in names if name in added and _alike(arrays[name], given["dy"])]
             computed = tuple(name for name in names if name not in copies) or names
-            found = backend_of(self.function, saved.x).backward(options, arrays, computed)
-            found = {name: given["dy"] if name in copies else found[name] for name in names}
+            results = backend_of(self.function, saved.x).backward(options, arrays, computed)
+            results = {name: given["dy"] if name in copies else results[name] for name in names}
         return {
             name: gradient.reshape(saved.shapes[name]) if name in saved.shapes else gradient
-            for name, gradient in found.items()
+            for name, gradient in results.items()
         }
 
     def called(self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int) -> Any:
@@ -337,7 +337,7 @@ def fuse(
     operation = composed(norm, before, after, returns)
     if before is None and s_dtype is not None:
         raise ValueError("fuse: s_dtype needs a prologue; got none, so that s is x. Leave s_dtype out.")
-    y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
+    y_dtype, s_dtype = (None if of is None else checks.dtype_name("fuse", of) for of in (dtype, s_dtype))
     return Fused(operation, y_dtype, s_dtype, f"fused {norm}")
 
 
@@ -366,11 +366,11 @@ def composed(norm: str, before: Expression | None, after: Expression, returns: S
     return Operation(norm, after, before, tuple(returns))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(array: Any, other: Any) -> bool:
     """Return whether two arrays have one kind, shape and dtype."""
-    if type(one) is not type(other) or not hasattr(one, "shape"):
+    if type(array) is not type(other) or not hasattr(array, "shape"):
         return False
-    return one.shape == other.shape and one.dtype == other.dtype
+    return array.shape == other.shape and array.dtype == other.dtype
 
 
 def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:

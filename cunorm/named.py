@@ -164,7 +164,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
             return (y8, *others)
         scale, *y = others
         shape = call.shapes["x"]
-        return (y8.reshape(shape), scale, *(one.reshape(shape) for one in y))
+        return (y8.reshape(shape), scale, *(array.reshape(shape) for array in y))
 
     def fp8(*given, granularity="row", y_scale=None, dtype="e4m3", **options):
         return in_8_bits(given, granularity, y_scale, dtype, options, wide=False)
@@ -242,12 +242,12 @@ def of_its_own(function: Any) -> None:
 def _signature_of_fp8(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a call with granularity and y_scale before dtype, which is the format of the bytes."""
     parameters = []
-    for one in signature.parameters.values():
-        if one.name == "dtype":
-            parameters.append(one.replace(name="granularity", default="row", annotation="str | int"))
-            parameters.append(one.replace(name="y_scale", default=None))
-            one = one.replace(default="e4m3")
-        parameters.append(one)
+    for parameter in signature.parameters.values():
+        if parameter.name == "dtype":
+            parameters.append(parameter.replace(name="granularity", default="row", annotation="str | int"))
+            parameters.append(parameter.replace(name="y_scale", default=None))
+            parameter = parameter.replace(default="e4m3")
+        parameters.append(parameter)
     return signature.replace(parameters=parameters, return_annotation="tuple[Any, ...]")
 
 
@@ -259,9 +259,9 @@ def _with_parameters(
     function: str, operands: dict[str, Any], zero_centered_gamma: Any = False, **parameters: Any
 ) -> dict[str, Any]:
     """The operands with those parameters of the norms that are there."""
-    for name, one in parameters.items():
-        if one is not None:
-            operands[name] = one
+    for name, array in parameters.items():
+        if array is not None:
+            operands[name] = array
         elif zero_centered_gamma and name != "bias":
             raise ValueError(f"{function}: zero_centered_gamma=True needs a {name}; got {name}=None.")
     return operands

@@ -143,5 +143,5 @@ def _required(module: str, costs: str) -> Any:
 def compute_type() -> tuple[Callable[[Any], Any], Any]:
     """CuPy's question in which type float32 products are computed, and its answer that is TF32."""
     path, costs = "cupy._core._routines_linalg", "float32 products are never TF32, whatever CUPY_TF32 says"
-    asked = look_up(f"{path}:get_compute_type", costs, instead=lambda dtype: None)
-    return asked, look_up(f"{path}:COMPUTE_TYPE_TF32", costs, instead=object())
+    question = look_up(f"{path}:get_compute_type", costs, instead=lambda dtype: None)
+    return question, look_up(f"{path}:COMPUTE_TYPE_TF32", costs, instead=object())

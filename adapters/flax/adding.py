@@ -13,8 +13,8 @@ from ..jax import add_layer_norm, add_rms_norm
 
 def initializers(module: Any) -> dict[str, Callable[..., Any]]:
     """Of the parameters that the module has; an AddRMSNorm has no bias."""
-    found = {"scale": module.scale_init} if module.use_scale else {}
-    return found | ({"bias": module.bias_init} if getattr(module, "use_bias", False) else {})
+    made = {"scale": module.scale_init} if module.use_scale else {}
+    return made | ({"bias": module.bias_init} if getattr(module, "use_bias", False) else {})
 
 
 def as_arrays(name: str, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:

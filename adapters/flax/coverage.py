@@ -26,8 +26,8 @@ def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[
         return None
     if not isinstance(x, jax.Array | numpy.ndarray):
         return None
-    asked = () if module.dtype is None else (module.dtype,)
-    if any(jnp.dtype(dtype) not in READABLE for dtype in (x.dtype, *dtypes, *asked)):
+    y_dtypes = () if module.dtype is None else (module.dtype,)
+    if any(jnp.dtype(dtype) not in READABLE for dtype in (x.dtype, *dtypes, *y_dtypes)):
         return None
     reduced, features = (_axes(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
     first = x.ndim - len(reduced)

@@ -38,15 +38,15 @@ def parameter_shapes(cols: int, features: int) -> dict[str, tuple[int, ...]]:
 
 def initializers(module: Any) -> dict[str, Callable[..., Any]]:
     """Of the parameters that the module has."""
-    found = {"kernel": module.kernel_init}
+    made = {"kernel": module.kernel_init}
     if module.use_bias:
-        found["bias"] = module.bias_init
+        made["bias"] = module.bias_init
     if module.use_scale:
         neutral = jax.nn.initializers.zeros if module.zero_centered_gamma else jax.nn.initializers.ones
-        found["scale"] = neutral if module.scale_init is None else module.scale_init
+        made["scale"] = neutral if module.scale_init is None else module.scale_init
     if module.use_ln_bias and module.normalization == "LayerNorm":
-        found["ln_bias"] = module.ln_bias_init
-    return found
+        made["ln_bias"] = module.ln_bias_init
+    return made
 
 
 def norm_dense(

@@ -320,7 +320,7 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         self.ln_bias_init = ln_bias_init
         check_options(self, in_features=in_features, out_features=out_features)
         shapes = parameter_shapes(in_features, out_features)
-        found = initializers(self)
+        made = initializers(self)
         metadata = {
             "kernel": kernel_metadata,
             "bias": bias_metadata,
@@ -329,8 +329,8 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         }
         for name, shape in shapes.items():
             value = nnx.data(None)
-            if name in found:
-                value = nnx.Param(found[name](rngs.params(), shape, param_dtype), **metadata[name])
+            if name in made:
+                value = nnx.Param(made[name](rngs.params(), shape, param_dtype), **metadata[name])
             setattr(self, name, value)
 
     def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
@@ -359,13 +359,13 @@ def _init(module: Any, num_features: int, epsilon, dtype, s_dtype, param_dtype, 
     module.param_dtype = param_dtype
     module.use_scale = use_scale
     module.scale_init = scale_init
-    found = adding.initializers(module)
+    made = adding.initializers(module)
     for name in ("scale", "bias") if hasattr(module, "use_bias") else ("scale",):
-        there = name in found
+        there = name in made
         setattr(
             module,
             name,
-            nnx.Param(found[name](rngs.params(), (num_features,), param_dtype)) if there else nnx.data(None),
+            nnx.Param(made[name](rngs.params(), (num_features,), param_dtype)) if there else nnx.data(None),
         )
 
 

@@ -43,7 +43,7 @@ def check_operands(
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"{function}: x must have a last axis to normalise, and not an empty one; got {x.shape}.")
     expected = dict(demanded)
-    kinds = {name: _kind(function, name, one, x, expected.get(name), ndim) for name, one in operands.items()}
+    kinds = {name: _kind(function, name, operand, x, expected.get(name), ndim) for name, operand in operands.items()}
     first = groups_of(x, operands, kinds)
     for name, kind in kinds.items():
         if kind == "group" and groups_of(x, {name: operands[name]}, kinds) != first:
@@ -53,9 +53,9 @@ def check_operands(
 
 def groups_of(x: Layout, operands: Mapping[str, Given], kinds: Mapping[str, str]) -> Groups | None:
     """The groups of rows that operands of the kind "group" are for."""
-    for name, one in operands.items():
-        if kinds.get(name) == "group" and isinstance(one, Layout):
-            return _groups(one.shape, x.shape)
+    for name, operand in operands.items():
+        if kinds.get(name) == "group" and isinstance(operand, Layout):
+            return _groups(operand.shape, x.shape)
     return None
 
 
@@ -178,8 +178,8 @@ def same_gradients(
     Only what has the shape of x counts, for which `dtypes` are needed; a vector's gradient is small.
     """
     wanted = tuple(wanted)
-    found = derivative(operation, wanted, present)
-    early, late = dict(found.early), dict(found.late)
+    gradients = derivative(operation, wanted, present)
+    early, late = dict(gradients.early), dict(gradients.late)
     first: dict[tuple, str] = {}
     same = {}
     for name in wanted:

@@ -29,7 +29,11 @@ def strides_in_elements(
 ) -> tuple[int, ...]:
     """`strides` are in bytes; those of an axis of one element, or of no elements, may be any."""
     whole = [stride % itemsize == 0 for stride in strides]
-    if not all(whole) and any(size > 1 and not one for size, one in zip(shape, whole, strict=True)) and 0 not in shape:
+    if (
+        not all(whole)
+        and any(size > 1 and not fits for size, fits in zip(shape, whole, strict=True))
+        and 0 not in shape
+    ):
         raise ValueError(
             f"{function}: {name} must have strides that are multiples of its {itemsize} bytes an element; got strides "
             f"of {tuple(strides)} bytes. Pass a contiguous copy."
@@ -293,14 +297,14 @@ def _rows_of(layout: Layout, normalized_ndim: int) -> _Rows | None:
 
 def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
     """Return the same elements in the same order by the fewest axes."""
-    found: list[_Axis] = []
+    merged: list[_Axis] = []
     for axis in axes:
         if axis.size == 1:
             continue
-        if found and found[-1].stride == axis.size * axis.stride:
-            axis = _Axis(found.pop().size * axis.size, axis.stride)
-        found.append(axis)
-    return tuple(found)
+        if merged and merged[-1].stride == axis.size * axis.stride:
+            axis = _Axis(merged.pop().size * axis.size, axis.stride)
+        merged.append(axis)
+    return tuple(merged)
 
 
 def check_out_memory(
@@ -318,14 +322,14 @@ def check_out_memory(
         raise ValueError(
             f"{function}: every element of {name} must have its own memory; got strides {out.strides}. Pass a copy."
         )
-    itself = [one for one, _, _ in inputs if one in ("x", "dy")]
-    for one, layout, pointer in inputs:
+    itself = [other for other, _, _ in inputs if other in ("x", "dy")]
+    for other, layout, pointer in inputs:
         same = pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype)
-        if one in itself and same:
+        if other in itself and same:
             continue
         if _may_overlap(out, out_pointer, layout, pointer, normalized_ndim):
             raise ValueError(
-                f"{function}: {name} must be {' or '.join(itself)} itself or share no memory with {one}; got arrays "
+                f"{function}: {name} must be {' or '.join(itself)} itself or share no memory with {other}; got arrays "
                 "that overlap. Pass a separate array."
             )
 

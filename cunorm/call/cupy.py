@@ -393,13 +393,13 @@ def _ready(
         given_names = (*call.names, *names, "eps")
         unasked = [name for name in solution.problem.pointers if name not in given_names]
         order = argument_order(solution.problem, (*given_names, *unasked)) if everyday else None
-    layouts = [(name, one) for name, one in given.items() if isinstance(one, Layout)]
+    layouts = [(name, layout) for name, layout in given.items() if isinstance(layout, Layout)]
     index = int(dict(layouts)["x"].device)
     return replace(
         recipe,
         device_id=index,
         everyday_on=index if everyday else -1,
-        widest=max(ITEMSIZE.get(one.dtype, 8) for _, one in layouts),  # a seed is 8 bytes
+        widest=max(ITEMSIZE.get(layout.dtype, 8) for _, layout in layouts),  # a seed is 8 bytes
         allocated=tuple((shape, kind) for _, shape, kind in written),
         order=order,
         eps=eps,

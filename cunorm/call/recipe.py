@@ -72,10 +72,10 @@ class LaunchRecipe:
         written = tuple([(name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written])
         statistics = tuple([(name, rows, dtype) for name, _, dtype in self.statistics])
         allocated = tuple([(shape, dtype) for _, shape, dtype in (*written, *statistics)])[: len(self.allocated)]
-        found = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
+        recipe = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
         solution = plan(self.plan.problem.of_rows(math.prod(rows)), self.plan.device)
-        vars(found).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
-        return found
+        vars(recipe).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
+        return recipe
 
     @property
     def has_others(self) -> bool:
@@ -130,17 +130,17 @@ def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]
     """
     if math.prod(x_shape[:-1]) < 2 or x_shape[:-1] == x_shape[-1:]:
         return None
-    found: list[Hashable] = [x_shape[-1]]
-    for one in given:
-        if not isinstance(one, Layout):
-            found.append(type(one))
-        elif one.shape in (x_shape, x_shape[:-1]) and checks.is_contiguous(one):
-            found.append((len(x_shape) - len(one.shape), one.dtype, one.device))
-        elif len(one.shape) == 1:
-            found.append(one)
+    parts: list[Hashable] = [x_shape[-1]]
+    for array in given:
+        if not isinstance(array, Layout):
+            parts.append(type(array))
+        elif array.shape in (x_shape, x_shape[:-1]) and checks.is_contiguous(array):
+            parts.append((len(x_shape) - len(array.shape), array.dtype, array.device))
+        elif len(array.shape) == 1:
+            parts.append(array)
         else:
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
 def of_any_rows(solution: Plan) -> bool:

@@ -47,13 +47,13 @@ def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str
     described = [*names, "out"] if out else names
     pointers = [f"{name}_pointer" for name in names]
     if results is None:
-        allocated = "    found = [cupy.ndarray(shape, dtype) for shape, dtype in recipe.allocated]\n"
-        pointers.append("*[result.data.ptr for result in found]")
-        returned = "[found[place] for place in recipe.places]"
+        allocated = "    results = [cupy.ndarray(shape, dtype) for shape, dtype in recipe.allocated]\n"
+        pointers.append("*[result.data.ptr for result in results]")
+        returned = "[results[place] for place in recipe.places]"
     else:
-        found = [f"result{i}" for i in range(results)]
-        lines = [f"    {''.join(f'({name}_shape, {name}_dtype), ' for name in found)}= recipe.allocated"]
-        lines += [f"    {name} = cupy.ndarray({name}_shape, {name}_dtype)" for name in found]
+        names_of_results = [f"result{i}" for i in range(results)]
+        lines = [f"    {''.join(f'({name}_shape, {name}_dtype), ' for name in names_of_results)}= recipe.allocated"]
+        lines += [f"    {name} = cupy.ndarray({name}_shape, {name}_dtype)" for name in names_of_results]
         if out:
             given = ", ".join(f"{name}_pointer" for name in described)
             lines[1] = (
@@ -63,9 +63,9 @@ def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str
                 f"        check_out(call, recipe, ({given}))\n"
                 "        result0 = out"
             )
-        allocated = "\n".join(lines) if found else ""
-        pointers += [f"{name}.data.ptr" for name in found]
-        returned = f"({', '.join(found)},)" if found else "()"
+        allocated = "\n".join(lines) if names_of_results else ""
+        pointers += [f"{name}.data.ptr" for name in names_of_results]
+        returned = f"({', '.join(names_of_results)},)" if names_of_results else "()"
     return SITE.format(
         arrays=", ".join(names),
         described="".join(map(_described, described)),
@@ -93,6 +93,6 @@ def _described(name: str) -> str:
 def made(module: dict[str, Any], arrays: int, results: int | None, *, out: bool, workspace: bool) -> Any:
     """The function, whose names are those of a module: as if its text stood there."""
     code = compile(text(arrays, results, out=out, workspace=workspace), f"<site of {arrays} arrays>", "exec")
-    found: dict[str, Any] = {}
-    exec(code, module, found)
-    return found["site"]
+    namespace: dict[str, Any] = {}
+    exec(code, module, namespace)
+    return namespace["site"]

@@ -26,12 +26,12 @@ class Float8Store(NamedTuple):
     def results(self, returns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of what a call returns for `returns`, in order."""
         of_y = ("y8", "y8_scale", *(("y",) if self.wide else ()))
-        return tuple(one for name in returns for one in (of_y if name == "y" else (name,)))
+        return tuple(result for name in returns for result in (of_y if name == "y" else (name,)))
 
     def written(self, returns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the same names without a scale for all of y, which is read."""
-        found = self.results(returns)
-        return tuple(name for name in found if name != "y8_scale" or self.granularity != "tensor")
+        results = self.results(returns)
+        return tuple(name for name in results if name != "y8_scale" or self.granularity != "tensor")
 
 
 def check_x(function: str, x: Layout) -> None:
@@ -130,5 +130,5 @@ def static_scale(
     bound = abs(gamma + 1 if zero_centered_gamma else gamma) * largest_normalised(layer_norm, cols)
     if bias is not None:
         bound = bound + abs(bias.astype("float32"))
-    found = (bound.max() / largest).astype("float32")
-    return xp.where(found > 0, found, xp.ones((), "float32"))
+    scale = (bound.max() / largest).astype("float32")
+    return xp.where(scale > 0, scale, xp.ones((), "float32"))

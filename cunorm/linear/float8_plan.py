@@ -125,9 +125,9 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
             steps.append(_step(totals, (tiles, groups, 1), (*integers, width)))
     names = ("a", problem.given and "given", "bytes", not problem.given and "scales")
     names += (problem.sums and "sums", problem.maxima and "maxima")
-    asked = Names(tuple(name for name in names if name))
+    arguments = Names(tuple(name for name in names if name))
     if not wanted:
-        return CastPlan(asked, tuple(steps))
+        return CastPlan(arguments, tuple(steps))
     # Partial rows of sums, then of maxima.
     first, second = Pointer(WORKSPACE), Pointer(WORKSPACE, 4 * groups * width if problem.sums else 0)
     steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
@@ -137,7 +137,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.overlaps_launches)
     steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))
     size = (4 * problem.sums + ITEMSIZE[problem.dtype] * problem.maxima) * groups * width
-    return CastPlan(asked, tuple(steps), size)
+    return CastPlan(arguments, tuple(steps), size)
 
 
 def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:

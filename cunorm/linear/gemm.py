@@ -126,7 +126,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
             "layer_norm_linear: fp8='row' needs cuBLASLt of CUDA 12.9 or later through nvmath-python, which "
             f"{'is not installed' if lt is None else 'is too old'}. {INSTALL_LINEAR}; or leave fp8=None."
         )
-    pointers = [one.data.ptr for one in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
+    pointers = [array.data.ptr for array in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
     together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))
     alignment = min(256, together & -together)
     (rows, cols), inner = out.shape, a.shape[1]
@@ -260,17 +260,17 @@ class Prepared:
             attribute = lt.MatmulPreferenceAttribute[name]
             word = numpy.array([limit], lt.get_matmul_preference_attribute_dtype(attribute))
             lt.matmul_preference_set_attribute(preference, attribute, word.ctypes.data, word.itemsize)
-        found, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
+        result, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
         layouts = (self.b, self.a, self.out, self.out)
         try:
             lt.matmul_algo_get_heuristic(
-                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, found.ptr, count.ctypes.data
+                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, result.ptr, count.ctypes.data
             )
         except lt.cuBLASLtError:
             return None
         finally:
             lt.matmul_preference_destroy(preference)
-        return found if count[0] else None
+        return result if count[0] else None
 
     def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
         """Run on CuPy's current stream, and return whether cuBLASLt could."""

@@ -313,8 +313,8 @@ def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[s
     of_norm = tuple(name for name in OF_NORM if OF_NORM[name] in wanted)
     if of_norm:
         (dz,) = jax.linear_transpose(lambda z: product(z, weight).astype(z.dtype), inputs["x"])(dy)
-        found = primitives.backward(task, {"dy": dz} | formulas.kept(task, inputs), of_norm)
-        results |= {OF_NORM[name]: gradient for name, gradient in found.items()}
+        of_inputs = primitives.backward(task, {"dy": dz} | formulas.kept(task, inputs), of_norm)
+        results |= {OF_NORM[name]: gradient for name, gradient in of_inputs.items()}
     return results
 
 

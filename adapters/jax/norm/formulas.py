@@ -98,14 +98,14 @@ class Task:
             return self.rounded(forward(self.wide, arrays), arrays)
         return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
 
-    def rounded(self, found: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
+    def rounded(self, results: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
         """Compute all results of a store from those with y in float32."""
         assert self.store is not None
-        y, granularity = found["y"], self.store.granularity
+        y, granularity = results["y"], self.store.granularity
         _, cols = self.rows_and_cols(y.shape)
         y8, scales = quantise(y.reshape(-1, cols), granularity, self.store.format, arrays.get("y8_scale"))
         scales = scales.reshape(scales_shape(granularity, y.shape[: y.ndim - self.ndim], cols))
-        return {**found, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
+        return {**results, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
     def derivative(self, wanted: Names, arrays: Arrays | Mapping[str, str]) -> Derivative:
         """The gradients, by the names of what they are of, in a call with these arrays."""
@@ -182,26 +182,26 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The gradients that are wanted, of x, s or both, the statistics and the gradients of y and s (of s if there is
     one). That of s is ds + rstd * P(g), g that of xhat and P as in `_project`; those of columns are sums over all rows.
     """
-    found = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
+    derivatives = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
     values, rstd = _normalised(task, arrays)
     shape = arrays["dy"].shape
-    if found.g is not None:
-        ds = rstd * _project(task, _full(found.g, values, shape), values["xhat"])
+    if derivatives.g is not None:
+        ds = rstd * _project(task, _full(derivatives.g, values, shape), values["xhat"])
         values["ds"] = ds + values["ds"] if "ds" in values else ds
     gradients: dict[str, jax.Array] = {}
-    for name, expression in (*found.early, *found.late):
+    for name, expression in (*derivatives.early, *derivatives.late):
         part = _full(expression, values, shape)
         gradients[name] = gradients[name] + part if name in gradients else part
     dtypes, leading = dict(task.dtypes), tuple(range(len(shape) - task.ndim))
     results = {}
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         if task.kind(name) == "column":
-            one = one.sum(leading)
+            gradient = gradient.sum(leading)
         elif task.kind(name) == "per_row":
-            one = one.sum(task.axes)
+            gradient = gradient.sum(task.axes)
         elif task.kind(name) == "group":
-            one = one.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
-        results[f"d{name}"] = one.astype(dtypes[name])
+            gradient = gradient.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
+        results[f"d{name}"] = gradient.astype(dtypes[name])
     return results
 
 
@@ -214,23 +214,25 @@ def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
     values, rstd = _normalised(task, arrays)
     shape = values["xhat"].shape
     moved = {name: _wide(task, name, arrays[name + DOT]) for name in sources(task) if name + DOT in arrays}
-    found = task.derivative(tuple(moved), arrays)
+    derivatives = task.derivative(tuple(moved), arrays)
     y_dot = s_dot = jnp.zeros(shape, task.compute)
-    for name, one in found.late:
-        s_dot = s_dot + evaluate(one, values | {"ds": moved[name]}, jnp)
-    if found.g is not None:
-        y_dot = _full(found.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
-    for name, one in found.early:
-        y_dot = y_dot + evaluate(one, values | {"dy": moved[name]}, jnp)
+    for name, expression in derivatives.late:
+        s_dot = s_dot + evaluate(expression, values | {"ds": moved[name]}, jnp)
+    if derivatives.g is not None:
+        y_dot = _full(derivatives.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
+    for name, expression in derivatives.early:
+        y_dot = y_dot + evaluate(expression, values | {"dy": moved[name]}, jnp)
     return {f"y{DOT}": y_dot.astype(task.dtype), f"s{DOT}": s_dot.astype(task.row_dtype)}
 
 
 def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
     """Return the arrays of a forward pass, its results among them, that derivatives are computed from."""
-    found = task.derivative(sources(task), arrays)
-    expressions = (found.g, *(one for _, one in (*found.early, *found.late)))
+    derivatives = task.derivative(sources(task), arrays)
+    expressions = (derivatives.g, *(expression for _, expression in (*derivatives.early, *derivatives.late)))
     rows = ("s",) if "s" in task.operation.returns else ("x", *task.operation.before)
-    needed = {*rows, *task.norm.statistics}.union(*(one.uses for one in expressions if one is not None))
+    needed = {*rows, *task.norm.statistics}.union(
+        *(expression.uses for expression in expressions if expression is not None)
+    )
     return {name: array for name, array in arrays.items() if name in needed}
 
 

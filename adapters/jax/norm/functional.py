@@ -75,7 +75,7 @@ def layer_norm(
     Array([[-1.225,  0.   ,  1.225]], dtype=float32)
     """
     options = NormOptions("layer_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
-    return _norm(options, (x, weight, bias), eps)
+    return norm(options, (x, weight, bias), eps)
 
 
 def rms_norm(
@@ -101,10 +101,11 @@ def rms_norm(
     Array([[0.8, 1.1]], dtype=float32)
     """
     options = NormOptions("rms_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
-    return _norm(options, (x, weight, None), eps)
+    return norm(options, (x, weight, None), eps)
 
 
-def _norm(options: NormOptions, arrays: Sequence[Any], eps: float) -> jax.Array:
+def norm(options: NormOptions, arrays: Sequence[Any], eps: float) -> jax.Array:
+    """Return y of x, weight and bias."""
     given, task = checked(options, arrays, eps)
     return FORWARD[options.norm](task, False, given)["y"]
 

@@ -19,7 +19,7 @@ def uniform(seed: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     octets = jnp.arange(-(-shape[-1] // COLUMNS), dtype=jnp.uint32)
     zeros = rows * 0 + octets * 0
     drawn = draw((octets + zeros, zeros, rows + zeros, zeros), (words[0], words[1]), _product, _sum)
-    halves = jnp.stack([half for one in drawn for half in (one & 0xFFFF, one >> 16)], -1)
+    halves = jnp.stack([half for word in drawn for half in (word & 0xFFFF, word >> 16)], -1)
     numbers = halves.reshape(rows.shape[0], -1)[:, : shape[-1]].astype(dtype) * STEP
     return numbers.reshape(shape)
 

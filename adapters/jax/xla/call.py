@@ -138,10 +138,10 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
 
     def run(context, results, *arguments) -> None:
         given = zip((*names, *wanted, WORKSPACE), (*arguments, *results), strict=False)
-        found = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
-        pointers = [found.get(name, 0) for name in problem.pointers]
-        with of_memory(found[names[0]]) as device_id:
-            launch.run(plan, device_id, context.stream, (*pointers, *scalars), found.get(WORKSPACE, 0))
+        addresses = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
+        pointers = [addresses.get(name, 0) for name in problem.pointers]
+        with of_memory(addresses[names[0]]) as device_id:
+            launch.run(plan, device_id, context.stream, (*pointers, *scalars), addresses.get(WORKSPACE, 0))
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, _as_bits(aval.dtype)) for aval in avals]
     if plan.workspace:

@@ -42,15 +42,15 @@ def gpu() -> Any:
 
 def device(function: str) -> Device:
     """The GPU that plans are made for: JAX's first one, without any the one that CUNORM_XLA_ARCH names, 90 an H200."""
-    found = gpu()
-    if found is None:
+    first = gpu()
+    if first is None:
         arch = os.environ.get(ARCH_VARIABLE, str(DEFAULT_ARCH))
-        known = {str(number): one for number, one in devices.KNOWN.items()}
+        known = {str(number): known_device for number, known_device in devices.KNOWN.items()}
         if arch not in known:
             raise ValueError(f"{function}: {ARCH_VARIABLE} must be one of {', '.join(known)}; got {arch!r}.")
         return known[arch]
     try:
-        return devices.current(found.local_hardware_id)
+        return devices.current(first.local_hardware_id)
     except ImportError as error:
         raise ImportError(
             f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). {devices.INSTALL}."
@@ -109,7 +109,7 @@ extern "C" __global__ void cunorm_probe(const float* x, float* y) { y[threadIdx.
 
 
 def _double(x: jax.Array) -> jax.Array:
-    one = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
+    ones = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
     return jax.ffi.ffi_call(PTX_TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         name="cunorm_probe",
@@ -117,5 +117,5 @@ def _double(x: jax.Array) -> jax.Array:
         kernel_data=compile.compile_ptx(PROBE, "cunorm_probe", device("cunorm").arch),
         block_x=numpy.int32(x.size),
         shared_mem_bytes=numpy.int32(0),
-        **one,
+        **ones,
     )
