@@ -1,4 +1,4 @@
-"""`fuse`: a norm with what stands before and after it as one operation."""
+"""`fuse` makes one operation of a norm and of what stands before and after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_THE_CALL += ("dtype", "granularity", "y_scale", "y8", "y8_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """The arrays that `forward` of an operation saved for its `backward`; of use to nobody else."""
+    """The arrays that `forward` of an operation saves for its `backward` alone."""
 
     fused: Fused
     x: Any
@@ -38,13 +38,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Fused:
-    """An operation made by `fuse`, which says how it is called, or one that a call of a named operation means."""
+    """An operation that `fuse` made, or that a call of a named operation means. `fuse` says how it is called."""
 
     operation: Operation
     dtype: str | None
     s_dtype: str | None
     function: str  # what errors call it
-    demanded: Kinds = ()  # the kinds of operands that must be of one
+    demanded: Kinds = ()  # the kinds that operands must have, by their names
     made: tuple[str, ...] = (SEED,)  # operands without a gradient
     bounded: bool = False  # whether y is a norm times weight plus bias, for which a scale is known beforehand
     returns_dy: bool = False  # whether the gradient of what is added to the norm is the array dy, not another one
@@ -62,7 +62,7 @@ class Fused:
         )
 
     def __call__(self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
-        """The results, in the order of `returns`; one alone comes without a tuple."""
+        """Return the results, in the order of `returns`; a single one comes without a tuple."""
         return self.called(x, self._checked(unnamed, operands), self._eps(eps), sm_margin)
 
     def forward(
@@ -224,7 +224,7 @@ class Fused:
         return forward(options, {"x": x, **operands}, eps, scale)
 
     def _checked(self, unnamed: tuple[Any, ...], operands: dict[str, Any]) -> dict[str, Any]:
-        """The operands of a call in the order of the operation."""
+        """Return the operands of a call in the order of the operation."""
         names = self.operation.operands
         if unnamed:
             by_name = ", ".join(f"{name}=..." for name in names)
@@ -342,7 +342,7 @@ def fuse(
 
 
 def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:
-    """The operation of a norm and of expressions from anywhere, if all names are such as an operand can have."""
+    """Return the operation of a norm and of expressions from anywhere, whose names are checked."""
     if norm not in tuple(NORMS):
         raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))
@@ -374,7 +374,7 @@ def _alike(array: Any, other: Any) -> bool:
 
 
 def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
-    """The expression of a prologue or epilogue, whose first parameter is called `first` from here on."""
+    """Return the expression of a prologue or epilogue, with its first parameter renamed to `first`."""
     expression = trace(function, role=role)
     if not expression.names:
         raise ValueError(f"fuse: the {role} needs parameters, and its first parameter is {first}; got none.")
@@ -384,7 +384,7 @@ def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
 
 
 def _check_names(function: str, argument: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Names that are known, each at most once."""
+    """Check that all names are known, and each is there at most once."""
     names = tuple(names)
     for name in names:
         if name not in known:

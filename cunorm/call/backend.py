@@ -23,7 +23,7 @@ class CallOptions(NamedTuple):
 
     function: str  # what errors call it
     operation: Operation
-    demanded: Kinds = ()  # the kinds of operands that must be of one
+    demanded: Kinds = ()  # the kinds that operands must have, by their names
     dtype: str | None = None  # the dtype of y; None for that of x
     s_dtype: str | None = None  # likewise of s
     sm_margin: int = 0

@@ -1,4 +1,4 @@
-"""Every rule of the norms' arguments, and every message that states one.
+"""Checks of the arguments of norms: every rule, and the message that states it.
 
 Arrays are known only by their `Layout`, so the same rules hold in every framework.
 """
@@ -27,7 +27,10 @@ class Layout(NamedTuple):
 def strides_in_elements(
     function: str, name: str, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
 ) -> tuple[int, ...]:
-    """`strides` are in bytes; those of an axis of one element, or of no elements, may be any."""
+    """Return strides in elements for `strides` in bytes.
+
+    The stride of an axis may be any if the axis has one element, or the array none.
+    """
     whole = [stride % itemsize == 0 for stride in strides]
     if (
         not all(whole)
@@ -58,7 +61,7 @@ class NormOptions(NamedTuple):
 
     @property
     def norm(self) -> str:
-        """The key of NORMS."""
+        """The norm's key in NORMS."""
         return "layer_norm" if self.function.startswith("layer_norm") else "rms_norm"
 
     @property
@@ -166,7 +169,7 @@ def check_backward(options: NormOptions, layouts: Mapping[str, Layout]) -> tuple
 
 
 def dtype_name(function: str, dtype: object) -> str:
-    """The name of a dtype given as a string, a NumPy dtype, a scalar type or as torch has it."""
+    """Return the name of a dtype that is given as a string, or as a dtype or scalar type of NumPy or torch."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = name or str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
@@ -190,7 +193,7 @@ def must_be_a_dtype(got: object) -> str:
 
 
 def as_float(function: str, name: str, number: float | numbers.Real) -> float:
-    """ValueError for an integer or a fraction that is too large for it."""
+    """Return a number as a float; raise ValueError for an integer or a fraction that is too large."""
     try:
         return float(number)
     except OverflowError:
@@ -198,7 +201,7 @@ def as_float(function: str, name: str, number: float | numbers.Real) -> float:
 
 
 def kind_of_option(option: object) -> str:
-    """The kind of an option that must be a number, for an error. Of an array it says why that is none."""
+    """Return, for an error, the kind of an option that must be a number, and why an array is none."""
     kind = type(option).__name__
     if not hasattr(option, "dtype"):
         return f"{kind}."
@@ -207,7 +210,8 @@ def kind_of_option(option: object) -> str:
 
 
 def check_eps(function: str, eps: object) -> float:
-    # Asked of an abstract class it takes 0.3 us.
+    """Return eps as a float if it is a finite number that is not negative."""
+    # isinstance of an abstract class takes 0.3 us.
     if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, numbers.Real)):
         raise TypeError(f"{function}: eps must be a real number; got {kind_of_option(eps)}")
     value = as_float(function, "eps", eps)
@@ -217,7 +221,7 @@ def check_eps(function: str, eps: object) -> float:
 
 
 def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
-    """`sms` is the device's number of multiprocessors, None on the host."""
+    """Return sm_margin if it leaves one of the `sms` multiprocessors of the device, which is None on the host."""
     if type(sm_margin) is not int and (isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral)):
         raise TypeError(f"{function}: sm_margin must be an integer; got {kind_of_option(sm_margin)}")
     margin = int(sm_margin)
@@ -239,7 +243,7 @@ def check_flags(function: str, output_mask: object, length: int) -> tuple[bool, 
 def check_output_mask(
     function: str, output_mask: object, length: int, dx_out: object = None
 ) -> tuple[bool, bool, bool]:
-    """Three flags; a missing third one (rms_norm has no bias) is False."""
+    """Return whether dx, dweight and dbias are wanted, of `length` flags; without a third flag dbias is not."""
     flags = check_flags(function, output_mask, length)
     if dx_out is not None and not flags[0]:
         raise ValueError(f"{function}: dx_out must be None where output_mask leaves dx out; got {output_mask}.")
@@ -277,7 +281,7 @@ class _Axis(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of `cols` contiguous elements each, and the fewest axes that lead from row to row, outermost first."""
+    """Rows of `cols` contiguous elements, and the fewest axes that lead from row to row, outermost first."""
 
     axes: tuple[_Axis, ...]
     cols: int
@@ -315,7 +319,7 @@ def check_out_memory(
     inputs: Sequence[tuple[str, Layout, int]],
     normalized_ndim: int,
 ) -> None:
-    """`out`, known as `name`, may be x or dy itself; any other overlap with an input, or with itself, is an error."""
+    """Check that `out`, which errors call `name`, overlaps no input and not itself; it may be x or dy."""
     if 0 in out.shape:
         return
     if _overlaps_itself(out):
@@ -335,8 +339,9 @@ def check_out_memory(
 
 
 def _overlaps_itself(layout: Layout) -> bool:
-    """Whether steps along an axis are shorter than what the axes of shorter steps reach, as of no slice of an array
-    whose elements have their own memory.
+    """Return whether the steps along some axis are shorter than what the axes with shorter steps reach.
+
+    That is so for no slice of an array whose elements have their own memory.
     """
     axes = [axis for axis in zip(layout.shape, layout.strides, strict=True) if axis[0] > 1]
     reach = 1
@@ -348,8 +353,10 @@ def _overlaps_itself(layout: Layout) -> bool:
 
 
 def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalized_ndim: int) -> bool:
-    """Exact for rows, or blocks of rows such as the heads of a token, that lie in turns in one buffer; otherwise
-    compares the ranges of addresses.
+    """Return whether two arrays may share memory.
+
+    The answer is exact for rows, or blocks of rows such as the heads of a token, that alternate in one buffer. Other
+    arrays may share memory if their ranges of addresses overlap.
     """
     if 0 in a.shape or 0 in b.shape:
         return False

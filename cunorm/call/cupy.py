@@ -1,6 +1,7 @@
-"""CuPy arrays: what a call works out once for its options, runs by a generated call site (site.py), or in general here.
+"""The backend of CuPy arrays.
 
-Where the microseconds of a call go: `python -m bench.host`.
+What follows from the options of a call is worked out once and kept as a `Call`. Its call site (site.py) then runs every
+call that needs no more than a launch, and `run` here any other. `python -m bench.host` shows the time of each step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _current_stream = cupy.cuda.get_current_stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The common part of calls that differ in their arrays, numbers and eps alone. Told apart by identity."""
+    """What calls have in common that differ in their arrays, numbers and eps alone. Calls are compared by identity."""
 
     function: str
     names: tuple[str, ...]  # of the arrays, in the order in which they are given; any may be absent
@@ -237,7 +238,7 @@ def _call(options: CallOptions, names: tuple[str, ...]) -> Call:
 
 
 def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
-    """Return the arguments with the one scale for all of y, which is read."""
+    """Return the names of the arguments, and y8_scale if one scale for all of y is read."""
     return (*names, "y8_scale") if store.granularity == "tensor" else names
 
 
@@ -268,7 +269,7 @@ def _backward_call(options: CallOptions, names: tuple[str, ...], wanted: tuple[s
 def run(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
-    """Run what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
+    """Do what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
         return call.site(call, eps, out, arrays)  # which finds the recipe now
@@ -317,7 +318,7 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
 def _recipe_of(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
 ) -> LaunchRecipe:
-    """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
+    """Return the recipe for such arrays; raise TypeError or ValueError for arrays that no kernel takes."""
     described: Sequence[Any] = (*arrays, out) if call.out else arrays
     present: list[Any] = [array for array in described if isinstance(array, cupy.ndarray)]
     if key is None:
@@ -333,14 +334,14 @@ def _recipe_of(
 
 
 def _described(array: Any) -> Any:
-    """Describe an array in a key; of a number only that it is one, as its value may change with every call."""
+    """Return what a key has of an array, and the type alone of a number, whose value may change with every call."""
     if isinstance(array, cupy.ndarray):
         return array.shape, array.strides, array.dtype, array.data.device_id
     return None if array is None else type(array)
 
 
 def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], aligned: bool) -> LaunchRecipe:
-    """The recipe of what is new: by that of another number of rows, if there is one."""
+    """Make a recipe, from that of another number of rows if there is one."""
     form = _form(call, eps, arrays, aligned) if out is None else None
     like = None if form is None else _recipes.kept(form)
     if like is not None:
@@ -360,7 +361,7 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
 
 
 def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
-    """Return recipe.form_of of arrays: nothing of them is described or checked for a known form."""
+    """Return what recipe.form_of does, without describing or checking the arrays, which takes longer."""
     x = arrays[call.names.index("x")]
     shape: tuple[int, ...] = getattr(x, "shape", ())
     if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
@@ -409,7 +410,7 @@ def _ready(
 
 
 def _dtype(function: str, name: str) -> numpy.dtype:
-    """CuPy has no formats of 8 bits: their numbers are bytes."""
+    """Return a dtype that CuPy has; FP8 numbers are bytes."""
     return numpy.dtype(numpy.uint8) if name in FLOAT8 else numpy_dtype(function, name)
 
 
@@ -434,7 +435,7 @@ def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool
 
 
 def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
-    """Check that each array begins where a GPU can read an element: a recipe knows but the layouts."""
+    """Check that each array begins where a GPU can read an element, which no recipe knows."""
     for name, array in zip((*call.names, call.out), (*arrays, out), strict=True):
         if isinstance(array, cupy.ndarray):
             layout(call.function, name, array)
@@ -442,14 +443,14 @@ def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None)
 
 @lru_cache(maxsize=LIMIT)
 def check_out(call: Call, recipe: LaunchRecipe, pointers: tuple[int, ...]) -> None:
-    """Check the memory for the first result, and keep the answer, as the same memory comes again and again."""
+    """Check the memory for the first result. The answer is kept, as the same memory comes again and again."""
     at = dict(zip((*call.names, call.out), pointers, strict=True))
     *inputs, out = [(name, layout, at[name]) for name, layout in recipe.layouts]
     checks.check_out_memory(call.function, *out, inputs, recipe.ndim)
 
 
 def layout(function: str, name: str, array: Any) -> Layout:
-    """The layout of a CuPy array; TypeError for anything else, ValueError for one that no kernel can read."""
+    """Return the layout of an array; raise TypeError unless it is CuPy's, ValueError if no kernel can read it."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(
             f"{function}: {name} must be a CuPy array, as x is; got {type(array).__name__}. Convert one of them."
@@ -466,5 +467,5 @@ def layout(function: str, name: str, array: Any) -> Layout:
 
 @cache
 def _name(dtype: numpy.dtype) -> str:
-    """NumPy makes it anew each time it is asked for it, which takes 5 us."""
+    """Return the name of a dtype, which NumPy makes anew in 5 us each time."""
     return dtype.name

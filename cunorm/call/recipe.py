@@ -1,5 +1,6 @@
-"""How a call runs on a GPU, worked out once from layouts and options alone: for CuPy, and for frameworks whose memory
-and streams are their own.
+"""Recipes: how a call runs on a GPU, worked out once from layouts and options alone.
+
+They serve CuPy, and frameworks with memory and streams of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .backend import CallOptions
 from .checks import Layout
 from .store import check_rows, scales_shape
 
-# Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
+# An array that is allocated: its name, its shape, and the name of its dtype or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]
 
 
@@ -100,9 +101,9 @@ class LaunchRecipe:
 
 
 class Recipes:
-    """Recipes by keys: layouts and options, all that a recipe is made of.
+    """Recipes by keys, which have all that a recipe is made of: layouts and options.
 
-    `kept(key)` is the recipe that is kept, or None; a key that has no hash raises TypeError or ValueError.
+    `kept(key)` returns the recipe that is kept, or None. It raises TypeError or ValueError for a key without a hash.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Recipes:
         self.kept = self._kept.get
 
     def of(self, key: Hashable, make: Callable[..., Any], *arguments: object) -> Any:
-        """The recipe that is kept, or `make(*arguments)`: always where the key has no hash, as with a list in it."""
+        """Return the recipe that is kept, or make(*arguments), which is not kept for a key without a hash."""
         try:
             recipe = self._kept.get(key)
         except (TypeError, ValueError):
@@ -124,9 +125,10 @@ class Recipes:
 
 
 def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]) -> Hashable:
-    """What arrays have in common with those of another number of rows: matrices of the shape of x and numbers for its
-    rows, which lie close, and vectors. None of others, of a single row, of which a matrix is a vector too, and of as
-    many rows as columns, where a vector may be either.
+    """Return what arrays have in common with those of calls with another number of rows; None where that is not known.
+
+    It is known of contiguous matrices of the shape of x, of contiguous numbers for its rows, and of vectors. It is not
+    known of a single row, where a matrix is a vector too, nor of as many rows as columns, where a vector may be either.
     """
     if math.prod(x_shape[:-1]) < 2 or x_shape[:-1] == x_shape[-1:]:
         return None
@@ -144,7 +146,7 @@ def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]
 
 
 def of_any_rows(solution: Plan) -> bool:
-    """Return whether the number of rows changes nothing that kernels read or write but the length of matrices."""
+    """Return whether the number of rows changes only the length of the matrices that kernels read or write."""
     return solution.problem.operands.kinds <= {"full", "column", "statistic", "scalar", "seed"}
 
 

@@ -1,9 +1,8 @@
 """The call site: a function whose text is made from the number of arrays that a call takes and returns.
 
-A loop over operands costs a call of 2 us as much again, so the loop is run here, once, over lines of text. A site looks
-for the recipe of what it is given, allocates and launches. Whatever is not of everyday (a recipe that is not kept yet,
-a number for an operand, an array that must be copied, another device) it leaves to `run` of the module that it is made
-for, which does the same for any call.
+A loop over operands would double the 2 us of a call, so the loop runs here, once, over lines of text. A site looks up
+the recipe of what it is given, allocates and launches. It leaves any other call to `run` of the module that it is made
+for: one whose recipe is not kept yet, or with a number for an operand, an array to copy, or another current device.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def site(call, eps, out, arrays):
         recipe.plan,
         device_id,
         _current_stream(device_id).ptr,
-        recipe.order(({pointers}, recipe.eps, 0, 0)),  # null for either statistic that nobody asked for
+        recipe.order(({pointers}, recipe.eps, 0, 0)),  # null for a statistic that is not wanted
         {workspace_pointer}
     )
     return {results}
@@ -40,8 +39,9 @@ def site(call, eps, out, arrays):
 
 
 def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str:
-    """Of a call that takes and returns so many arrays; None for as many as its recipe says. `out`: the first result may
-    be given memory.
+    """Return the text of the site of calls that take and return so many arrays.
+
+    None stands for as many results as the recipe says. With `out` the call may give memory for the first result.
     """
     names = [f"array{i}" for i in range(arrays)]
     described = [*names, "out"] if out else names
@@ -79,7 +79,7 @@ def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str
 
 
 def _described(name: str) -> str:
-    """The lines that describe an array, which may be absent."""
+    """Return the lines that describe an array, which may be absent."""
     return f"""
         if {name} is None:
             {name}_pointer, {name}_layout = 0, None
@@ -91,7 +91,7 @@ def _described(name: str) -> str:
 
 
 def made(module: dict[str, Any], arrays: int, results: int | None, *, out: bool, workspace: bool) -> Any:
-    """The function, whose names are those of a module: as if its text stood there."""
+    """Return the site with the names of a module, as if its text stood there."""
     code = compile(text(arrays, results, out=out, workspace=workspace), f"<site of {arrays} arrays>", "exec")
     namespace: dict[str, Any] = {}
     exec(code, module, namespace)
