@@ -26,7 +26,7 @@ def check_options(module: Any, **sizes: Any) -> None:
 
 
 def check_columns(x: jax.Array) -> int:
-    """The length of the last axis."""
+    """Return the length of the last axis, if x has one."""
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{NAME}: x must have a last axis of 1 element or more; got x of shape {x.shape}.")
     return x.shape[-1]
@@ -37,7 +37,7 @@ def parameter_shapes(cols: int, features: int) -> dict[str, tuple[int, ...]]:
 
 
 def initializers(module: Any) -> dict[str, Callable[..., Any]]:
-    """Of the parameters that the module has."""
+    """Return the initializers of the parameters that the module has."""
     made = {"kernel": module.kernel_init}
     if module.use_bias:
         made["bias"] = module.bias_init
@@ -52,7 +52,7 @@ def initializers(module: Any) -> dict[str, Callable[..., Any]]:
 def norm_dense(
     module: Any, x: jax.Array, parameters: Mapping[str, jax.Array], dtype: Any, out_sharding: Any
 ) -> jax.Array:
-    """y in `dtype`."""
+    """Return y in `dtype`."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     # A kernel computes in float64 only what it reads in float64.
     if x.dtype not in READABLE or dtype == jnp.float64:

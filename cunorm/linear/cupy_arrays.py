@@ -1,6 +1,6 @@
-"""`layer_norm_linear` on CuPy arrays, on CuPy's current stream: the norm's kernel, then cuBLASLt.
+"""`layer_norm_linear` on CuPy arrays and CuPy's current stream.
 
-Of few rows it is one launch where that was measured to win.
+It is the norm's kernel and then cuBLASLt, or of few rows one launch where that was measured to win.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _normalised(options: LinearOptions, arrays: Arrays) -> tuple[cupy.ndarray, A
 
 
 def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
-    """Σ dy over the rows of (rows, cols): a backward pass that is asked for dbias alone reads nothing else.
+    """Return Σ dy over the rows of (rows, cols), by a backward pass for dbias alone, which reads nothing else.
 
     cuBLASLt has an epilogue for it, which on an H200 was off by 1.7 ulp in float16 (48 rows, 320 -> 64).
     """

@@ -29,7 +29,7 @@ OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
 
 class Operand(NamedTuple):
-    """A matrix as cuBLAS knows it. `transposed`: its columns are contiguous, not its rows."""
+    """A matrix as cuBLAS knows it. If it is `transposed` its columns are contiguous, not its rows."""
 
     transposed: bool
     stride: int  # elements from one contiguous row (column) to the next
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None) -> cupy.ndarray:
-    """a b + bias, bias being one row; all of one dtype. float32 is TF32 where CuPy is set so."""
+    """Return a b + bias, where bias is one row, all of one dtype. float32 is TF32 where CuPy is set so."""
     out = cupy.empty((a.shape[0], b.shape[1]), a.dtype)
     if not _run("DEFAULT" if bias is None else "BIAS", a, b, out, bias):
         if bias is not None:
@@ -64,7 +64,7 @@ def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None)
 def multiply_rows(
     a: cupy.ndarray, b: cupy.ndarray, scales: tuple[cupy.ndarray, cupy.ndarray], bias: cupy.ndarray | None, dtype: Any
 ) -> cupy.ndarray:
-    """a bᵀ + bias of bytes in 8 bits, e4m3, each row of a and of b times its scale.
+    """Return a bᵀ + bias of bytes in e4m3, each row of a and of b times its scale.
 
     cuBLASLt adds no float32 bias to such a product. RuntimeError where it has none.
     """
@@ -86,7 +86,7 @@ def uses_tf32() -> bool:
 
 @cache
 def bindings() -> Any:
-    """nvmath-python's module of cuBLASLt, None where it is not installed."""
+    """Return nvmath-python's module of cuBLASLt, None where it is not installed."""
     try:
         return import_module("nvmath.bindings.cublasLt")
     except ImportError as error:
@@ -144,7 +144,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
 
 
 def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> None:
-    """out = a b + beta out, by gemmEx."""
+    """Compute out = a b + beta out by gemmEx."""
     if 0 in out.shape:
         return
     if a.shape[1] == 0:
@@ -250,7 +250,7 @@ class Prepared:
         return made
 
     def _choose(self) -> Any:
-        """cuBLASLt's best guess, None where it has nothing."""
+        """Return cuBLASLt's best guess, None where it has nothing."""
         lt = bindings()
         preference = lt.matmul_preference_create()
         # Parts of a sum are added up before they are rounded.
@@ -308,7 +308,7 @@ class Prepared:
 
 
 class _OfThread(threading.local):
-    """Python calls __init__ again in every thread: a descriptor holds pointers of a call, so each has its own."""
+    """The products of a thread, as a descriptor holds pointers of a call. Python calls __init__ in every thread."""
 
     def __init__(self) -> None:
         self.prepared = lru_cache(maxsize=KINDS)(Prepared)

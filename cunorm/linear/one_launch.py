@@ -1,4 +1,4 @@
-"""Plan y = z weightᵀ + bias of few rows in one launch, where z = norm(x) is never a tensor: which kernel, and when.
+"""Plans of y = z weightᵀ + bias for few rows in one launch, where z = norm(x) is never a tensor.
 
 The functions are pure and import no GPU library. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement
 says that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
@@ -68,7 +68,7 @@ TABLES: tuple[Table, ...] = (
 
 
 class Division(NamedTuple):
-    """How rows, columns and stages are divided: the template of the same name in the kernel's file."""
+    """How rows, columns and stages are divided, as in the template of the same name in the kernel's file."""
 
     rows: int
     cluster: int

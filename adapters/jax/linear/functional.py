@@ -122,7 +122,7 @@ def layer_norm_linear(
 
 
 class ProductOptions(NamedTuple):
-    """What a call asks of its product and of z, as `layer_norm_linear` says."""
+    """What a call asks for its product and z, as `layer_norm_linear` says."""
 
     precision: Any = None
     out_sharding: Any = None
@@ -204,7 +204,7 @@ class Product(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The options of a program, apart from its arrays."""
+    """What a program is made for, apart from its arrays."""
 
     task: Task
     product: Product
@@ -237,7 +237,7 @@ FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
 
 
 def _in_8_bits(call: Call, exact: Callable) -> Callable:
-    """The product in 8 bits, whose derivative is that of the exact one."""
+    """Return the program with the product in 8 bits, whose derivative is that of the exact product."""
 
     @jax.custom_jvp
     def forward(inputs, matrix, bias):
@@ -258,9 +258,9 @@ def _product_in_8_bits(
 ) -> jax.Array:
     """Return z matrix, written as what XLA makes its FP8 product of: conversions, scales, the product of one axis.
 
-    Either has one scale: z's is such that no z exceeds it, whatever x is, matrix's is that of its largest number.
-    Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
-    to its product.
+    Each has one scale: no z exceeds that of z, whatever x is, and that of matrix fits its largest number. Scales are
+    powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales to its
+    product.
     """
     store = Float8Store(E4M3, "tensor", wide=False)
     z_scale = _power_of_two(norms.unexceeded(task, inputs, store))

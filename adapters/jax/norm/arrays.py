@@ -1,7 +1,7 @@
-"""The backend of JAX arrays: what cunorm's own functions, and what `cunorm.fuse` makes, do with them.
+"""The backend of JAX arrays, which runs cunorm's own functions and what `cunorm.fuse` makes.
 
-A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand that
-kernels know no kind for one of the shape of x; their gradients are added up again.
+A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand of a
+kind that kernels do not know becomes an array of the shape of x. Their gradients are added up again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
 def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, jax.Array]:
     """Return what a task with a store returns, by name.
 
-    `scale` is one for all, None for the one that no value of an affine operation exceeds.
+    `scale` is the one scale of all y, None for the scale that no value of an affine operation exceeds.
     """
     assert task.store is not None
     if task.store.granularity == "tensor":
@@ -61,7 +61,7 @@ def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, ja
 def unexceeded(task: Task, arrays: Arrays, store: Float8Store) -> jax.Array:
     """Return a scale for all of y that no value of an affine operation exceeds."""
     _, cols = task.rows_and_cols(arrays["x"].shape)
-    # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+    # XLA must not know this number, as by a known number it divides inexactly (float8.quantise).
     largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[store.format]))
     return affine_scale(jnp, task.operation, largest, cols, arrays.get("weight"), arrays.get("bias"))
 
@@ -180,7 +180,7 @@ def _checked(options: CallOptions, arrays: Mapping[str, Any], eps: float) -> tup
 
 
 def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The leading axes of x that operands for groups of rows have, all of them the same."""
+    """Return the leading axes of x that operands for groups of rows have, which are the same for all of them."""
     for name, kind in kinds.items():
         if kind == "group":
             own = arrays[name].shape
@@ -222,7 +222,7 @@ def _jvp_of_expanded(shape, primals, tangents):
 
 
 def _layout(of: jax.Array, x: Layout | None = None) -> Layout:
-    """Return the layout of an operand; one without axes is one number for all columns."""
+    """Return the layout of an array; an operand without axes, beside `x`, is one number for all columns."""
     return Layout(of.shape or (x.shape[-1:] if x else ()), (), of.dtype.name, "")
 
 

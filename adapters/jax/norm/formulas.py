@@ -1,9 +1,8 @@
-"""Operations, their gradients and their tangents in jax.numpy: for every platform without kernels, and for derivatives
-of the gradients. All arithmetic is in `Task.compute`.
+"""Operations, their gradients and their tangents in jax.numpy, in the arithmetic of `Task.compute`.
 
-Arrays go by name, as everywhere in this adapter: x (..., *normalised axes); s, y and their gradients ds and dy as x;
-mean and rstd, and numbers for rows, the shape of x without its normalised axes; an operand that of its kind. What is
-done with an operand stands in the operation.
+They serve every platform without kernels, and derivatives of the gradients. Arrays go by name, as everywhere in this
+adapter. x has the shape (..., *normalised axes), as have s, y and their gradients ds and dy. mean, rstd and numbers for
+rows have the shape of x without its normalised axes, and an operand has the shape of its kind.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PER_ROW = ("mean", "rstd")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The options of a call, apart from its arrays."""
+    """What a call is, apart from its arrays."""
 
     operation: Operation
     ndim: int  # normalised axes, the last ones
@@ -108,7 +107,7 @@ class Task:
         return {**results, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
     def derivative(self, wanted: Names, arrays: Arrays | Mapping[str, str]) -> Derivative:
-        """The gradients, by the names of what they are of, in a call with these arrays."""
+        """Return the gradients with respect to the names `wanted`, of a call with these arrays."""
         return derivative(self.operation, wanted, {*arrays, *dict(self.numbers)})
 
     def problem(self, avals: Mapping[str, Any], wanted: Names) -> Problem:
@@ -131,7 +130,7 @@ class Task:
         return backward_problem(self.operation, rows, cols, dtypes, sources, **options)
 
     def groups(self, shape: tuple[int, ...]) -> Groups | None:
-        """The rows that share a vector, of what has the shape of x."""
+        """Return the groups of rows of an array of the shape of x that share a vector."""
         if not self.group_axes:
             return None
         inner = math.prod(shape[self.group_axes[-1] + 1 : len(shape) - self.ndim])
@@ -144,7 +143,7 @@ class Task:
 
 
 def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """y and the statistics, and s if there is a prologue."""
+    """Return y and the statistics, and s if there is a prologue."""
     values = _values(task, arrays)
     results = {}
     rows = arrays["x"].astype(task.compute)
@@ -167,7 +166,7 @@ def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 def _prologue(
     task: Task, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """s as it is normalised, rounded, and as it is returned."""
+    """Return s as it is normalised, and s as it is returned; both are rounded."""
     assert task.operation.prologue is not None
     s = _full(task.operation.prologue, values, shape)
     rounded = s.astype(task.row_dtype)
@@ -179,8 +178,10 @@ def _prologue(
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted, of x, s or both, the statistics and the gradients of y and s (of s if there is
-    one). That of s is ds + rstd * P(g), g that of xhat and P as in `_project`; those of columns are sums over all rows.
+    """Return the gradients `wanted` from x or s, the statistics, dy, and ds if there is one.
+
+    The whole gradient of s is ds + rstd * P(g), where g is that of xhat and P is `_project`. A column's gradient is a sum
+    over all rows.
     """
     derivatives = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
     values, rstd = _normalised(task, arrays)
@@ -206,10 +207,10 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 
 
 def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """The tangents of y and s, y.dot and s.dot, of those of x and of operands: the transpose of `backward`.
+    """Return the tangents y.dot and s.dot from those of x and of operands: the transpose of `backward`.
 
-    Element by element they are what the gradients are: each is linear in dy, or ds, so with a tangent in its place it
-    is that tangent's share.
+    They are made of the expressions of the gradients. Each gradient is linear in dy or ds, so with the tangent of its
+    source in that place it is the share of this tangent.
     """
     values, rstd = _normalised(task, arrays)
     shape = values["xhat"].shape
@@ -273,11 +274,11 @@ def _normalised(task: Task, arrays: Arrays) -> tuple[dict, jax.Array]:
 
 
 def _full(expression: Expression, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]) -> jax.Array:
-    """The value of an expression for every element of x."""
+    """Return the value of an expression for every element of x."""
     return jnp.broadcast_to(evaluate(expression, values, jnp), shape)
 
 
 def _project(task: Task, v: jax.Array, xhat: jax.Array) -> jax.Array:
-    """P(v) = v - mean(v) - xhat * mean(v * xhat), the means over a row; for rms_norm without mean(v)."""
+    """Return P(v) = v - mean(v) - xhat * mean(v * xhat) with means over a row, for rms_norm without mean(v)."""
     projected = v - xhat * (v * xhat).mean(task.axes, keepdims=True)
     return projected - v.mean(task.axes, keepdims=True) if task.norm.subtracts_mean else projected

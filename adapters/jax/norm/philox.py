@@ -13,7 +13,7 @@ from ...expression.philox import COLUMNS, STEP, draw
 
 @partial(jax.jit, static_argnums=(1, 2))
 def uniform(seed: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """The numbers for each element of an array of this shape, of fewer than 2^32 rows; seed: 8 bytes."""
+    """Return a number for each element of an array with this shape and fewer than 2^32 rows; `seed` has 8 bytes."""
     words = jax.lax.bitcast_convert_type(seed, jnp.uint32).reshape(2)
     rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)[:, None]
     octets = jnp.arange(-(-shape[-1] // COLUMNS), dtype=jnp.uint32)

@@ -41,7 +41,7 @@ def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Ar
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted, of dy, ds if there is one, and what `formulas.kept` names."""
+    """Return the gradients `wanted` from dy, ds if there is one, and what `formulas.kept` names."""
     present = {*arrays, *dict(task.numbers)}
     names = [name.removeprefix("d") for name in wanted]
     same = broadcasting.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
@@ -51,15 +51,16 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 
 
 def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
-    """The tangents of what the operation returns, of what `formulas.kept` names and the tangents that are not zero,
-    x.dot and the like.
+    """Return the tangents of what the operation returns.
+
+    `arrays` are what `formulas.kept` names, and the tangents that are not zero, such as x.dot.
     """
     wanted = tuple(f"{name}{DOT}" for name in task.operation.returns)
     return list(bind(tangent_p, _tangent_formula, task, arrays, wanted).values())
 
 
 def bind(jax_primitive: Any, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The arrays `wanted`, by name; function(task, names, wanted, *arrays) is what the primitive stands for."""
+    """Return the arrays `wanted` by name. The primitive stands for function(task, names, wanted, *arrays)."""
     names = tuple(arrays)
     if not has_primitives:
         return dict(zip(wanted, _formula(task, names, wanted, *arrays.values()), strict=True))
@@ -135,7 +136,7 @@ def _jvp_of_tangent(primals, tangents, *, call, task, names, wanted):
 
 
 def _jvp_of_formula(function: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
-    """The tangents of function(*primals), by JAX's own rules for jax.numpy."""
+    """Return the tangents of function(*primals), by JAX's own rules for jax.numpy."""
     moved = [i for i, dot in enumerate(tangents) if type(dot) is not ad.Zero]
 
     def of_moved(*values):
@@ -172,7 +173,7 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 
 def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
-    """Map by the formulas: what a seed draws follows from the number of a row in a sample, so a batch is not rows."""
+    """Map by the formulas. A seed draws by the number of a row in its sample, so samples cannot become rows."""
     function = partial(_formula, task, names, wanted)
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
@@ -188,7 +189,7 @@ def _batch_stored(arrays, dims, *, call, task, names, wanted):
 
 
 def _in_two(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> list[jax.Array]:
-    """The results of the norm in float32, and what its store makes of them."""
+    """Return the results of the norm in float32, and what its store makes of them."""
     given = dict(zip(names, arrays, strict=True))
     of_norm = {name: array for name, array in given.items() if name != "y8_scale"}
     results = task.rounded(forward(task.wide, of_norm, statistics=False), given)
@@ -272,7 +273,7 @@ def _regular(axes: tuple[int, ...], shape: tuple[int, ...], ndim: int) -> bool:
 
 
 def batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:
-    """The arrays by name, and the names of those that have a batch axis, which is then their first."""
+    """Return the arrays by name, each batch axis moved to the front, and the names of those that have one."""
     mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     moved = (array if dim is None else jnp.moveaxis(array, dim, 0) for array, dim in zip(arrays, dims, strict=True))
     return dict(zip(names, moved, strict=True)), mapped

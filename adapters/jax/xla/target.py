@@ -1,5 +1,6 @@
-"""For which GPU, and in which of two ways, kernels enter a jit. Found out once, when the first program is lowered for
-CUDA; `python -m cunorm info` shows it.
+"""For which GPU, and in which of two ways, kernels enter a jit.
+
+Both are found out once, when the first program is lowered for CUDA. `python -m cunorm info` shows them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_ARCH = 90
 
 
 class Call(NamedTuple):
-    """`kind` is "ptx" or "callback"."""
+    """How kernels are launched, and why; `kind` is "ptx" or "callback"."""
 
     kind: str
     reason: str
@@ -33,7 +34,7 @@ class Call(NamedTuple):
 
 @cache
 def gpu() -> Any:
-    """The first GPU that JAX uses; None where programs for CUDA can only be lowered."""
+    """Return the first GPU that JAX uses, None where programs for CUDA can only be lowered."""
     try:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -41,7 +42,7 @@ def gpu() -> Any:
 
 
 def device(function: str) -> Device:
-    """The GPU that plans are made for: JAX's first one, without any the one that CUNORM_XLA_ARCH names, 90 an H200."""
+    """Return the GPU that plans are made for: JAX's first one, or without any the one that CUNORM_XLA_ARCH names."""
     first = gpu()
     if first is None:
         arch = os.environ.get(ARCH_VARIABLE, str(DEFAULT_ARCH))
@@ -90,7 +91,7 @@ def _probed() -> Call:
 
 
 def _why_no_ptx() -> str:
-    """Why XLA does not run a tiny kernel of PTX; empty if it does."""
+    """Return why XLA does not run a tiny kernel of PTX, empty if it does."""
     too_new = compile.why_ptx_is_too_new()
     if too_new:
         return too_new
