@@ -180,7 +180,7 @@ def _prologue(
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """Return the gradients `wanted` from x or s, the statistics, dy, and ds if there is one.
 
-    The whole gradient of s is ds + rstd * P(g), where g is that of xhat and P is `_project`. A column's gradient is a sum
+    The whole gradient of s is ds + rstd * P(g), where g is that of xhat and P is `_project`. That of a column is a sum
     over all rows.
     """
     derivatives = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
