@@ -1,4 +1,4 @@
-"""`python -m cunorm info | demo | compile | tune | cache`: hands the command line to a file of `commands`."""
+"""`python -m cunorm info | demo | compile | tune | cache` hands the command line to a file of `commands`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .commands import cache, compile, demo, info, tune
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line: argparse's show the usage, which of `compile` is seven lines."""
+    """Reports errors in one line, without the usage, which has seven lines for `compile`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')} (see {self.prog} --help)\n")

@@ -69,9 +69,9 @@ def layer_norm(
     >>> cunorm.layer_norm(numpy.array([[1.0, 2.0, 3.0]])).round(3)
     array([[-1.225,  0.   ,  1.225]])
     """
-    asked = ("layer_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    options = ("layer_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
     backend = known.get(type(x)) or backend_of("layer_norm", x)
-    return backend.norm(asked, x, weight, bias, eps, out, False)[0]
+    return backend.norm(options, (x, weight, bias), eps, out)[0]
 
 
 def rms_norm(
@@ -96,9 +96,9 @@ def rms_norm(
     >>> cunorm.rms_norm(numpy.array([[3.0, 4.0]]), eps=0.0).round(3)
     array([[0.849, 1.131]])
     """
-    asked = ("rms_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    options = ("rms_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
     backend = known.get(type(x)) or backend_of("rms_norm", x)
-    return backend.norm(asked, x, weight, None, eps, out, False)[0]
+    return backend.norm(options, (x, weight, None), eps, out)[0]
 
 
 def layer_norm_forward(
@@ -130,9 +130,9 @@ def layer_norm_forward(
     >>> mean, rstd.round(3)
     (array([2.]), array([1.225]))
     """
-    asked = ("layer_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    options = ("layer_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin, True)
     backend = known.get(type(x)) or backend_of("layer_norm_forward", x)
-    return backend.norm(asked, x, weight, bias, eps, out, True)
+    return backend.norm(options, (x, weight, bias), eps, out)
 
 
 def rms_norm_forward(
@@ -157,9 +157,9 @@ def rms_norm_forward(
     >>> rstd.round(3)
     array([0.283])
     """
-    asked = ("rms_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    options = ("rms_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin, True)
     backend = known.get(type(x)) or backend_of("rms_norm_forward", x)
-    return backend.norm(asked, x, weight, None, eps, out, True)
+    return backend.norm(options, (x, weight, None), eps, out)
 
 
 def layer_norm_backward(
@@ -222,9 +222,9 @@ def layer_norm_backward(
     >>> dx.round(3), dbias
     (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
     """
-    asked = ("layer_norm_backward", None, zero_centered_gamma, None, sm_margin)
+    options = ("layer_norm_backward", None, zero_centered_gamma, None, sm_margin, output_mask)
     backend = known.get(type(x)) or backend_of("layer_norm_backward", x)
-    return backend.norm_backward(asked, dy, x, mean, rstd, weight, dx_out, output_mask)
+    return backend.norm_backward(options, (dy, x, mean, rstd, weight), dx_out)
 
 
 def rms_norm_backward(
@@ -251,9 +251,9 @@ def rms_norm_backward(
     >>> dx.round(3), dweight.round(3)
     (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
     """
-    asked = ("rms_norm_backward", None, zero_centered_gamma, None, sm_margin)
+    options = ("rms_norm_backward", None, zero_centered_gamma, None, sm_margin, output_mask)
     backend = known.get(type(x)) or backend_of("rms_norm_backward", x)
-    dx, dweight, _ = backend.norm_backward(asked, dy, x, None, rstd, weight, dx_out, output_mask)
+    dx, dweight, _ = backend.norm_backward(options, (dy, x, None, rstd, weight), dx_out)
     return dx, dweight
 
 
@@ -315,9 +315,9 @@ def layer_norm_fp8(
     >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
     (['0xfe', '0x0', '0x7e'], array([1.225], dtype=float32))
     """
-    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
-    name = "layer_norm_fp8"
-    return _with_fp8(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)
+    store = store_of("layer_norm_fp8", dtype, granularity, scale, wide=False)
+    options = ("layer_norm_fp8", normalized_shape, zero_centered_gamma, None, sm_margin, store)
+    return backend_of("layer_norm_fp8", x).norm_float8(options, (x, weight, bias), eps, scale)
 
 
 def rms_norm_fp8(
@@ -343,9 +343,9 @@ def rms_norm_fp8(
     >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
     (['0x7a', '0x7e'], array([1.131], dtype=float32))
     """
-    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
-    name = "rms_norm_fp8"
-    return _with_fp8(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)
+    store = store_of("rms_norm_fp8", dtype, granularity, scale, wide=False)
+    options = ("rms_norm_fp8", normalized_shape, zero_centered_gamma, None, sm_margin, store)
+    return backend_of("rms_norm_fp8", x).norm_float8(options, (x, weight, None), eps, scale)
 
 
 def layer_norm_fp8_forward(
@@ -372,9 +372,9 @@ def layer_norm_fp8_forward(
     >>> y.round(3)
     array([[-1.225,  0.   ,  1.225]], dtype=float32)
     """
-    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
-    name = "layer_norm_fp8_forward"
-    return _with_fp8(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=True, **options)
+    store = store_of("layer_norm_fp8_forward", dtype, granularity, scale, wide=True)
+    options = ("layer_norm_fp8_forward", normalized_shape, zero_centered_gamma, None, sm_margin, store)
+    return backend_of("layer_norm_fp8_forward", x).norm_float8(options, (x, weight, bias), eps, scale)
 
 
 def rms_norm_fp8_forward(
@@ -400,26 +400,6 @@ def rms_norm_fp8_forward(
     >>> y.round(3)
     array([[0.849, 1.131]], dtype=float32)
     """
-    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
-    name = "rms_norm_fp8_forward"
-    return _with_fp8(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=True, **options)
-
-
-def _with_fp8(
-    name: str,
-    x: Any,
-    normalized_shape: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    zero_centered_gamma: bool,
-    *,
-    granularity: str | int,
-    scale: Any,
-    dtype: Any,
-    sm_margin: int,
-    output: bool,
-) -> tuple[Any, ...]:
-    store = store_of(name, dtype, granularity, scale, wide=output)
-    asked = (name, normalized_shape, zero_centered_gamma, None, sm_margin)
-    return backend_of(name, x).norm_float8(asked, x, weight, bias, eps, store, scale)
+    store = store_of("rms_norm_fp8_forward", dtype, granularity, scale, wide=True)
+    options = ("rms_norm_fp8_forward", normalized_shape, zero_centered_gamma, None, sm_margin, store)
+    return backend_of("rms_norm_fp8_forward", x).norm_float8(options, (x, weight, None), eps, scale)

@@ -1,14 +1,14 @@
-"""`fuse`: a norm with what stands before and after it as one operation."""
+"""`fuse` makes one operation of a norm and of what stands before and after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import norm_add_norm
 from .call import checks
-from .call.backend import backend_of
+from .call.backend import CallOptions, backend_of
 from .call.broadcasting import Kinds
 from .call.store import Float8Store, store_of
 from .expression import substitute, trace
@@ -26,28 +26,33 @@ OF_THE_CALL += ("dtype", "granularity", "y_scale", "y8", "y8_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """The arrays that `forward` of an operation saved for its `backward`; of use to nobody else."""
+    """The arrays that `forward` of an operation saves for its `backward` alone."""
 
     fused: Fused
     x: Any
     operands: dict[str, Any]
     s: Any
     statistics: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]  # as the caller has x and operands that a named operation reshaped
+    shapes: dict[str, tuple[int, ...]]  # as the caller has x and the operands that a named operation reshaped
 
 
 @dataclass(frozen=True)
 class Fused:
-    """An operation made by `fuse`, which says how it is called, or one that a call of a named operation means."""
+    """An operation that `fuse` made, or that a call of a named operation means. `fuse` says how it is called."""
 
     operation: Operation
     dtype: str | None
     s_dtype: str | None
     function: str  # what errors call it
-    demanded: Kinds = ()  # the kinds of operands that must be of one
+    demanded: Kinds = ()  # the kinds that operands must have, by their names
     made: tuple[str, ...] = (SEED,)  # operands without a gradient
     bounded: bool = False  # whether y is a norm times weight plus bias, for which a scale is known beforehand
     returns_dy: bool = False  # whether the gradient of what is added to the norm is the array dy, not another one
+    options: CallOptions = field(init=False, repr=False, compare=False)  # of a call that asks for nothing more
+
+    def __post_init__(self) -> None:
+        options = CallOptions(self.function, self.operation, self.demanded, self.dtype, self.s_dtype)
+        object.__setattr__(self, "options", options)
 
     def __repr__(self) -> str:
         operation = self.operation
@@ -57,7 +62,7 @@ class Fused:
         )
 
     def __call__(self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
-        """The results, in the order of `returns`; one alone comes without a tuple."""
+        """Return the results, in the order of `returns`; a single one comes without a tuple."""
         return self.called(x, self._checked(unnamed, operands), self._eps(eps), sm_margin)
 
     def forward(
@@ -149,34 +154,34 @@ class Fused:
                 f"{self.function}: backward takes a gradient of each of {', '.join(operation.returns)}; got "
                 f"{len(gradients)}. Pass None for a result on which nothing depends."
             )
-        given = {f"d{name}": one for name, one in zip(operation.returns, gradients, strict=True)}
-        if all(one is None for one in gradients):
+        given = {f"d{name}": gradient for name, gradient in zip(operation.returns, gradients, strict=True)}
+        if all(gradient is None for gradient in gradients):
             raise ValueError(f"{self.function}: one gradient at least must be an array; got None for each.")
         known = ("x", *(name for name in operation.operands if name in saved.operands and name not in self.made))
         if isinstance(wanted, str) or not isinstance(wanted, Sequence):
             raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
         _check_names(self.function, "wanted", wanted, known)
         if "x" in saved.shapes:
-            given = {name: self._as_x(name, one, saved) for name, one in given.items()}
+            given = {name: self._as_x(name, gradient, saved) for name, gradient in given.items()}
         arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, **saved.statistics}
-        options: dict[str, Any] = {"demanded": self.demanded, "sm_margin": sm_margin}
-        asked = tuple(wanted) or known
+        options, names = self._options(sm_margin), tuple(wanted) or known
         if operation.second:
-            found = norm_add_norm.backward(self.function, operation, arrays, asked, **options)
+            results = norm_add_norm.backward(options, arrays, names)
         else:
             # If dy is all that is wanted the call is checked all the same.
             added = added_after(operation, tuple(saved.operands)) if self.returns_dy else ()
-            copies = [name for name in asked if name in added and _alike(arrays[name], given["dy"])]
-            computed = tuple(name for name in asked if name not in copies) or asked
-            options["s_dtype"] = self.s_dtype
-            found = backend_of(self.function, saved.x).backward(self.function, operation, arrays, computed, **options)
-            found = {name: given["dy"] if name in copies else found[name] for name in asked}
-        return {name: one.reshape(saved.shapes[name]) if name in saved.shapes else one for name, one in found.items()}
+            copies = [name for name in names if name in added and _alike(arrays[name], given["dy"])]
+            computed = tuple(name for name in names if name not in copies) or names
+            results = backend_of(self.function, saved.x).backward(options, arrays, computed)
+            results = {name: given["dy"] if name in copies else results[name] for name in names}
+        return {
+            name: gradient.reshape(saved.shapes[name]) if name in saved.shapes else gradient
+            for name, gradient in results.items()
+        }
 
     def called(self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int) -> Any:
-        """The results of a call with exactly these operands."""
-        results, _ = self._run(x, operands, eps, sm_margin, statistics=False)
-        return self._in_order(results)
+        """Return the results of a call with exactly these operands."""
+        return self._in_order(self._run(self._options(sm_margin), x, operands, eps))
 
     def called_forward(
         self,
@@ -186,16 +191,18 @@ class Fused:
         sm_margin: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> tuple[Any, Saved]:
-        """Run a call and return what is saved too."""
-        results, statistics = self._run(x, operands, eps, sm_margin, statistics=True)
-        saved = Saved(self, x, operands, results.get("s"), statistics, shapes or {})
-        return self._in_order(results), saved
+        """Return the results of such a call, and what is saved for the backward pass."""
+        results = self._run(self._options(sm_margin, True), x, operands, eps)
+        returned, s = self._in_order(results), results.get("s")
+        for name in self.operation.returns:
+            del results[name]  # what is left are the statistics
+        return returned, Saved(self, x, operands, s, results, shapes or {})
 
     def called_fp8(
         self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int, store: Float8Store, scale: Any
     ) -> tuple[Any, ...]:
-        """The results with y by `store`."""
-        results, _ = self._run(x, operands, eps, sm_margin, statistics=False, float8=store, scale=scale)
+        """Return the results of such a call with y written by `store`."""
+        results = self._run(self._options(sm_margin, store=store), x, operands, eps, scale)
         return tuple([results[name] for name in store.results(self.operation.returns)])
 
     def store(self, dtype: Any, granularity: str | int, y_scale: Any, *, wide: bool) -> Float8Store:
@@ -204,36 +211,20 @@ class Fused:
             raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
         return store_of(self.function, dtype, granularity, y_scale, wide=wide)
 
+    def _options(self, sm_margin: int, statistics: bool = False, store: Float8Store | None = None) -> CallOptions:
+        if type(sm_margin) is int and not sm_margin and not statistics and store is None:
+            return self.options
+        return CallOptions(*self.options[:5], sm_margin, statistics, store)
+
     def _run(
-        self,
-        x: Any,
-        operands: dict[str, Any],
-        eps: float,
-        sm_margin: int,
-        *,
-        statistics: bool,
-        float8: Float8Store | None = None,
-        scale: Any = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the operation and return (results, statistics), both by name."""
-        operation = self.operation
-        options: dict[str, Any] = {
-            "demanded": self.demanded,
-            "dtype": self.dtype,
-            "s_dtype": self.s_dtype,
-            "statistics": statistics,
-            "sm_margin": sm_margin,
-        }
-        if float8:
-            options |= {"float8": float8, "scale": scale}
-        if operation.second:
-            return norm_add_norm.forward(self.function, operation, x, operands, eps, **options)
-        run = backend_of(self.function, x).forward
-        results, mean, rstd = run(self.function, operation, x, operands, eps, **options)
-        return results, {"mean": mean, "rstd": rstd}
+        self, options: CallOptions, x: Any, operands: dict[str, Any], eps: float, scale: Any = None
+    ) -> dict[str, Any]:
+        """Return the results, and the statistics if they are asked for, by name."""
+        forward = norm_add_norm.forward if self.operation.second else backend_of(self.function, x).forward
+        return forward(options, {"x": x, **operands}, eps, scale)
 
     def _checked(self, unnamed: tuple[Any, ...], operands: dict[str, Any]) -> dict[str, Any]:
-        """The operands of a call in the order of the operation."""
+        """Return the operands of a call in the order of the operation."""
         names = self.operation.operands
         if unnamed:
             by_name = ", ".join(f"{name}=..." for name in names)
@@ -346,12 +337,12 @@ def fuse(
     operation = composed(norm, before, after, returns)
     if before is None and s_dtype is not None:
         raise ValueError("fuse: s_dtype needs a prologue; got none, so that s is x. Leave s_dtype out.")
-    y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
+    y_dtype, s_dtype = (None if of is None else checks.dtype_name("fuse", of) for of in (dtype, s_dtype))
     return Fused(operation, y_dtype, s_dtype, f"fused {norm}")
 
 
 def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:
-    """The operation of a norm and of expressions from anywhere, if all names are such as an operand can have."""
+    """Return the operation of a norm and of expressions from anywhere, whose names are checked."""
     if norm not in tuple(NORMS):
         raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))
@@ -375,15 +366,15 @@ def composed(norm: str, before: Expression | None, after: Expression, returns: S
     return Operation(norm, after, before, tuple(returns))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(array: Any, other: Any) -> bool:
     """Return whether two arrays have one kind, shape and dtype."""
-    if type(one) is not type(other) or not hasattr(one, "shape"):
+    if type(array) is not type(other) or not hasattr(array, "shape"):
         return False
-    return one.shape == other.shape and one.dtype == other.dtype
+    return array.shape == other.shape and array.dtype == other.dtype
 
 
 def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
-    """The expression of a prologue or epilogue, whose first parameter is called `first` from here on."""
+    """Return the expression of a prologue or epilogue, with its first parameter renamed to `first`."""
     expression = trace(function, role=role)
     if not expression.names:
         raise ValueError(f"fuse: the {role} needs parameters, and its first parameter is {first}; got none.")
@@ -393,7 +384,7 @@ def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
 
 
 def _check_names(function: str, argument: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Names that are known, each at most once."""
+    """Check that all names are known, and each is there at most once."""
     names = tuple(names)
     for name in names:
         if name not in known:

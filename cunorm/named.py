@@ -48,7 +48,7 @@ class ShapeError(ValueError):
 
 
 class NamedOperation(Protocol[P, R_co]):
-    """A function whose attributes take the same arguments."""
+    """A function with attributes that take the same arguments."""
 
     __name__: str
 
@@ -59,22 +59,22 @@ class NamedOperation(Protocol[P, R_co]):
         ...
 
     def backward(self, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
-        """The gradients of x and of the operands that were given, by name, from those of the results."""
+        """Return the gradients of x and of the given operands, by name, from those of the results."""
         ...
 
     def fp8(self, *arguments: Any, granularity: str | int = "row", y_scale: Any = None, **options: Any) -> tuple:
-        """The results with (bytes, scale) in place of y; `dtype` is "e4m3" or "e5m2"."""
+        """Return the results with (bytes, scale) in place of y; `dtype` is "e4m3" or "e5m2"."""
         ...
 
     def fp8_forward(
         self, *arguments: Any, granularity: str | int = "row", y_scale: Any = None, **options: Any
     ) -> tuple:
-        """The results with (bytes, scale, y) in place of y, y in the dtype of x."""
+        """Return the results with (bytes, scale, y) in place of y, y in the dtype of x."""
         ...
 
 
 def operation_of(function: str, flags: tuple[bool, ...], names: tuple[str, ...]) -> Operation:
-    """The operation of a call with operands of these names."""
+    """Return the operation of a call with operands of these names."""
     key = (function, flags, names)
     operation = _operations.get(key)
     if operation is None:
@@ -126,12 +126,12 @@ _values: dict[tuple, Fused] = {}
 
 
 def reshaped(call: Call, results: Any) -> Any:
-    """The result in the shape that the caller has x in: only an operation of one result reshapes it."""
+    """Return results in the shape that the caller has x in. Only operations with one result reshape x."""
     return results.reshape(call.shapes["x"]) if "x" in call.shapes else results
 
 
 def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
-    """The named operation whose calls mean what `arguments`, called likewise, returns."""
+    """Return the named operation whose calls mean the Call that `arguments` returns for the same arguments."""
     name = arguments.__name__
     of: Any = arguments  # which returns a Call, whatever it is annotated with
 
@@ -164,7 +164,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
             return (y8, *others)
         scale, *y = others
         shape = call.shapes["x"]
-        return (y8.reshape(shape), scale, *(one.reshape(shape) for one in y))
+        return (y8.reshape(shape), scale, *(array.reshape(shape) for array in y))
 
     def fp8(*given, granularity="row", y_scale=None, dtype="e4m3", **options):
         return in_8_bits(given, granularity, y_scale, dtype, options, wide=False)
@@ -235,19 +235,19 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
 
 
 def of_its_own(function: Any) -> None:
-    """Give a function code of its own: profiles show its name, and torch.compile counts its variants apart."""
+    """Give a function code of its own, so that profiles show its name and torch.compile counts its variants apart."""
     function.__code__ = function.__code__.replace(co_name=function.__name__)
 
 
 def _signature_of_fp8(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a call with granularity and y_scale before dtype, which is the format of the bytes."""
     parameters = []
-    for one in signature.parameters.values():
-        if one.name == "dtype":
-            parameters.append(one.replace(name="granularity", default="row", annotation="str | int"))
-            parameters.append(one.replace(name="y_scale", default=None))
-            one = one.replace(default="e4m3")
-        parameters.append(one)
+    for parameter in signature.parameters.values():
+        if parameter.name == "dtype":
+            parameters.append(parameter.replace(name="granularity", default="row", annotation="str | int"))
+            parameters.append(parameter.replace(name="y_scale", default=None))
+            parameter = parameter.replace(default="e4m3")
+        parameters.append(parameter)
     return signature.replace(parameters=parameters, return_annotation="tuple[Any, ...]")
 
 
@@ -258,10 +258,10 @@ _call = cast(Callable[..., Any], Call)
 def _with_parameters(
     function: str, operands: dict[str, Any], zero_centered_gamma: Any = False, **parameters: Any
 ) -> dict[str, Any]:
-    """The operands with those parameters of the norms that are there."""
-    for name, one in parameters.items():
-        if one is not None:
-            operands[name] = one
+    """Return the operands with the parameters of the norms that are given."""
+    for name, array in parameters.items():
+        if array is not None:
+            operands[name] = array
         elif zero_centered_gamma and name != "bias":
             raise ValueError(f"{function}: zero_centered_gamma=True needs a {name}; got {name}=None.")
     return operands
@@ -277,7 +277,7 @@ def check_dropout_p(function: str, dropout_p: Any) -> float:
 
 
 def _drops(function: str, operands: dict[str, Any], dropout_p: Any, seed: Any) -> bool:
-    """Whether anything is dropped; then `operands` get what dropout reads.
+    """Return whether anything is dropped; `operands` then get what dropout reads.
 
     A kernel compares 16 bits, so dropout_p is rounded to a multiple of 2^-16, and so is what scales the rest.
     """
@@ -294,7 +294,7 @@ def _drops(function: str, operands: dict[str, Any], dropout_p: Any, seed: Any) -
 
 
 def _by_sample(call: Any) -> Any:
-    """The call with vectors of samples, (batch, columns), as they broadcast against x, (batch, ..., columns)."""
+    """Return the call with vectors (batch, columns) shaped to broadcast against x (batch, ..., columns)."""
     axes = len(getattr(call.x, "shape", ()))
     operands, shapes = dict(call.operands), {}
     for name in ("gate", "scale", "shift"):
@@ -306,7 +306,7 @@ def _by_sample(call: Any) -> Any:
 
 
 def _by_group(call: Any, group_size: Any) -> Any:
-    """The call of x and the rest with an axis for groups of columns before the last; a weight has one row for each."""
+    """Return the call with an axis for groups of columns before the last, so that weight has a row for each group."""
     function, x = call.function, call.x
     shape = tuple(getattr(x, "shape", ()))
     if not shape:

@@ -6,84 +6,54 @@ The backward pass is that of either norm, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .call import checks
-from .call.backend import NormAddNorm, backend_of
-from .call.broadcasting import Kinds
-from .call.store import Float8Store
+from .call.backend import Arrays, CallOptions, backend_of
 from .operation import Operation, norm_add_norm_steps
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: Any,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (results by name, statistics by name if they are asked for); arguments as `Backend.forward` has them."""
-    backend = backend_of(function, x)
-    options: dict[str, Any] = {"demanded": demanded, "statistics": statistics, "sm_margin": sm_margin}
-    if float8 is None and isinstance(backend, NormAddNorm):
-        found = backend.forward_norm_add_norm(
-            function, operation, x, operands, eps, dtype=dtype, s_dtype=s_dtype, **options
-        )
-        if found is not None:
-            return found, {name: found[name] for name in operation.statistics if name in found}
-    first, second, _ = _parts(operation)
-    before, after = _told_apart(operands)
-    results, _, rstd = backend.forward(function, first, x, before, eps, dtype=s_dtype, s_dtype=None, **options)
-    s = results["y"]
-    options |= {"dtype": dtype or checks.dtype_name(function, x.dtype), "s_dtype": None}
-    results, _, second_rstd = backend.forward(function, second, s, after, eps, **options, float8=float8, scale=scale)
-    return results | {"s": s}, {"rstd": rstd, "second_rstd": second_rstd} if statistics else {}
+def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> dict[str, Any]:
+    """Return results and, if they are asked for, statistics by name; arguments are those of `Backend.forward`."""
+    backend = backend_of(options.function, arrays["x"])
+    runs_both = getattr(backend, "runs_both_norms", None)
+    if options.store is None and runs_both is not None and runs_both(options, arrays["x"]):
+        return backend.forward(options._replace(s_dtype=None), arrays, eps)
+    first, second, _ = _parts(options.operation)
+    before = {name: array for name, array in arrays.items() if name != "second_weight"}
+    of_first = options._replace(operation=first, dtype=options.s_dtype, s_dtype=None, store=None)
+    results = backend.forward(of_first, before, eps)
+    after = {"x": results["y"]} | {name: array for name, array in arrays.items() if name == "second_weight"}
+    dtype = options.dtype or checks.dtype_name(options.function, arrays["x"].dtype)
+    of_second = options._replace(operation=second, dtype=dtype, s_dtype=None)
+    others = backend.forward(of_second, after, eps, scale)
+    if options.statistics:
+        others |= {"rstd": results["rstd"], "second_rstd": others["rstd"]}
+    return others | {"s": results["y"]}
 
 
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: Kinds,
-    sm_margin: int,
-) -> dict[str, Any]:
-    """Return the gradients by name. `arrays` are x, s, dy, ds, both statistics and operands; dy or ds may be None.
+def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the gradients by name; arguments are those of `Backend.backward`, with the statistics of both norms.
 
     The whole gradient of s is rounded to the dtype of s before those of x and weight are computed from it.
     """
-    of_x, of_sum = [name for name in ("x", "weight") if name in wanted], "residual" in wanted
-    backend = backend_of(function, arrays["s"], "s")
-    first, _, second = _parts(operation)
-    options: dict[str, Any] = {"demanded": demanded, "s_dtype": None, "sm_margin": sm_margin}
+    of_x, of_sum = tuple(name for name in ("x", "weight") if name in wanted), "residual" in wanted
+    backend = backend_of(options.function, arrays["s"], "s")
+    first, _, second = _parts(options.operation)
+    options = options._replace(s_dtype=None)
     given = {"x": arrays["s"], "rstd": arrays["second_rstd"]}
     given |= {name: arrays.get(name) for name in ("s", "dy", "ds", "second_weight")}
-    of_s = ("x",) if of_x or of_sum else ()
-    found = backend.backward(
-        function, second, given, (*of_s, *(name for name in ("second_weight",) if name in wanted)), **options
-    )
-    gradients = {"residual": found.pop("x", None), **found}
+    of_second = (*(("x",) if of_x or of_sum else ()), *(("second_weight",) if "second_weight" in wanted else ()))
+    gradients = backend.backward(options._replace(operation=second), given, of_second)
+    gradients["residual"] = gradients.pop("x", None)
     if of_x:
         given = {"x": arrays["x"], "dy": gradients["residual"], "rstd": arrays["rstd"], "weight": arrays.get("weight")}
-        gradients |= backend_of(function, arrays["x"]).backward(function, first, given, of_x, **options)
+        backend = backend_of(options.function, arrays["x"])
+        gradients |= backend.backward(options._replace(operation=first), given, of_x)
     return {name: gradients[name] for name in wanted}
 
 
 def _parts(operation: Operation) -> tuple[Operation, Operation, Operation]:
+    """Return the operations of s, of y from s, and of y's backward pass."""
     return norm_add_norm_steps(dict(operation.defaults)["weight"] == 0)
-
-
-def _told_apart(operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The operands of the first norm and those of the second."""
-    after = {name: one for name, one in operands.items() if name == "second_weight"}
-    return {name: one for name, one in operands.items() if name not in after}, after

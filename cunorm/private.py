@@ -1,7 +1,7 @@
-"""Names that a package does not promise to keep: how they are looked up, and those of CuPy.
+"""Private names of other packages: how they are looked up, and those of CuPy.
 
-Each framework's stand in one file: here, in torch/private.py and in jax/private.py. One that a version does not have
-costs what it was for, and a line in the log when it is looked up; no import fails for it.
+The names of a framework stand in one file: here, in torch/private.py or in jax/private.py. A name that a version does
+not have costs what it is for, and a line in the log when it is looked up. No import fails for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABSENT = object()
 
 
 class Missing:
-    """Stands for a name that this version of a package does not have: whoever uses it is told so."""
+    """Stands for a name that this version of a package does not have, and raises an error that says so when called."""
 
     def __init__(self, message: str):
         self.message = message
@@ -43,7 +43,7 @@ class Missing:
 
 
 def look_up(path: str, costs: str, instead: Any = None) -> Any:
-    """The object at `path`, written as "module:name.of.it".
+    """Return the object at `path`, written as "module:name.of.it".
 
     Where the package has none, it is `instead`, or a `Missing` that raises when it is called. `costs` is a clause that
     says what is then slower, or no longer there.
@@ -68,7 +68,7 @@ def resolve(path: str) -> Any:
 
 
 def miss(path: str, costs: str) -> Missing:
-    """Says in the log that there is no `path`, or that it is another than it was."""
+    """Log that there is no `path`, or that it has changed."""
     message = _message(path, costs)
     logs.missing(message)
     return Missing(f"cunorm: {message}. Use {tested(path)}.")
@@ -86,13 +86,13 @@ def _message(path: str, costs: str) -> str:
 
 
 def package_of(path: str) -> str:
-    """The package whose version decides what is at `path`."""
+    """Return the package whose version decides what is at `path`."""
     top = path.partition(":")[0].partition(".")[0]
     return PACKAGES.get(top, top)
 
 
 def tested(module: str) -> str:
-    """The versions of its package that cunorm was tested with, in words."""
+    """Return in words the versions of its package that cunorm was tested with."""
     package = package_of(module)
     oldest, newest = TESTED[package]
     return f"{package} {oldest}" if oldest == newest else f"{package} {oldest} to {newest}"
@@ -120,13 +120,13 @@ def _minor(version: str) -> tuple[int, ...]:
 
 @cache
 def nvrtc() -> Any:
-    """CuPy's module of NVRTC, by which kernels are compiled. NotImplementedError where there is none."""
+    """Return CuPy's module of NVRTC, by which kernels are compiled; raise NotImplementedError if there is none."""
     return _required("cupy_backends.cuda.libs.nvrtc", "no kernel can be compiled")
 
 
 @cache
 def cublas() -> Any:
-    """CuPy's module of cuBLAS. ImportError where the library cannot be loaded, NotImplementedError without a module."""
+    """Return CuPy's module of cuBLAS; raise NotImplementedError without one, ImportError without the library."""
     return _required("cupy_backends.cuda.libs.cublas", "layer_norm_linear has no products without nvmath-python")
 
 
@@ -141,7 +141,7 @@ def _required(module: str, costs: str) -> Any:
 
 @cache
 def compute_type() -> tuple[Callable[[Any], Any], Any]:
-    """CuPy's question in which type float32 products are computed, and its answer that is TF32."""
+    """Return CuPy's function that tells in which type products are computed, and what it returns for TF32."""
     path, costs = "cupy._core._routines_linalg", "float32 products are never TF32, whatever CUPY_TF32 says"
-    asked = look_up(f"{path}:get_compute_type", costs, instead=lambda dtype: None)
-    return asked, look_up(f"{path}:COMPUTE_TYPE_TF32", costs, instead=object())
+    question = look_up(f"{path}:get_compute_type", costs, instead=lambda dtype: None)
+    return question, look_up(f"{path}:COMPUTE_TYPE_TF32", costs, instead=object())

@@ -12,9 +12,9 @@ from ..jax import add_layer_norm, add_rms_norm
 
 
 def initializers(module: Any) -> dict[str, Callable[..., Any]]:
-    """Of the parameters that the module has; an AddRMSNorm has no bias."""
-    found = {"scale": module.scale_init} if module.use_scale else {}
-    return found | ({"bias": module.bias_init} if getattr(module, "use_bias", False) else {})
+    """Return the initializers of the parameters that the module has; an AddRMSNorm has no bias."""
+    made = {"scale": module.scale_init} if module.use_scale else {}
+    return made | ({"bias": module.bias_init} if getattr(module, "use_bias", False) else {})
 
 
 def as_arrays(name: str, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
@@ -27,7 +27,7 @@ def as_arrays(name: str, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
 def add_norm(
     module: Any, x: jax.Array, residual: jax.Array, parameters: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(y in `dtype`, s)"""
+    """Return (y in `dtype`, s)."""
     s_dtype = jnp.promote_types(x.dtype, residual.dtype) if module.s_dtype is None else module.s_dtype
     types: dict[str, Any] = {"dtype": jnp.dtype(dtype), "s_dtype": jax.dtypes.canonicalize_dtype(s_dtype)}
     scale, epsilon = parameters.get("scale"), module.epsilon

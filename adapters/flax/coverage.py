@@ -1,4 +1,4 @@
-"""What of Flax's norms cunorm's kernels compute, and how they are asked for it."""
+"""Which of Flax's norms cunorm's kernels compute, and the call that does it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READABLE = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", 
 
 
 def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[int, ...] | None:
-    """The shape of a row, the last axes of x, if kernels compute what the module does; None if Flax itself has to.
+    """Return the shape of a row, the last axes of x, if kernels compute what the module does; else None.
 
     `dtypes` are those of the parameters.
     """
@@ -26,8 +26,8 @@ def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[
         return None
     if not isinstance(x, jax.Array | numpy.ndarray):
         return None
-    asked = () if module.dtype is None else (module.dtype,)
-    if any(jnp.dtype(dtype) not in READABLE for dtype in (x.dtype, *dtypes, *asked)):
+    y_dtypes = () if module.dtype is None else (module.dtype,)
+    if any(jnp.dtype(dtype) not in READABLE for dtype in (x.dtype, *dtypes, *y_dtypes)):
         return None
     reduced, features = (_axes(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
     first = x.ndim - len(reduced)
@@ -38,12 +38,12 @@ def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[
 
 
 def _is_constant(epsilon: Any) -> bool:
-    """Kernels are compiled for an epsilon: it cannot be an array, nor a number that cunorm.jax refuses."""
+    """Return whether epsilon is a number that cunorm.jax takes, as kernels are compiled for it."""
     return isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool) and 0 <= float(epsilon) < math.inf
 
 
 def _axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    """In the order in which Flax takes them, a set's: of more than eight axes it may not be theirs."""
+    """Return axes in the order in which Flax takes them, which is that of a set."""
     if not isinstance(axes, Iterable):
         axes = (axes,)
     return tuple({rank + axis if axis < 0 else axis for axis in axes})
@@ -57,7 +57,7 @@ def normalise(
     epsilon: float,
     dtype: Any,
 ) -> jax.Array:
-    """What `function` of cunorm.jax makes of x in rows of that shape; y has `dtype`, a parameter may be None."""
+    """Return function(x) of cunorm.jax for rows of that shape, in `dtype`; a parameter may be None."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     # A kernel computes in float64 only what it reads in float64.
     x = jnp.asarray(x, jnp.float64 if dtype == jnp.float64 else None)

@@ -26,7 +26,7 @@ def check_options(module: Any, **sizes: Any) -> None:
 
 
 def check_columns(x: jax.Array) -> int:
-    """The length of the last axis."""
+    """Return the length of the last axis, if x has one."""
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{NAME}: x must have a last axis of 1 element or more; got x of shape {x.shape}.")
     return x.shape[-1]
@@ -37,22 +37,22 @@ def parameter_shapes(cols: int, features: int) -> dict[str, tuple[int, ...]]:
 
 
 def initializers(module: Any) -> dict[str, Callable[..., Any]]:
-    """Of the parameters that the module has."""
-    found = {"kernel": module.kernel_init}
+    """Return the initializers of the parameters that the module has."""
+    made = {"kernel": module.kernel_init}
     if module.use_bias:
-        found["bias"] = module.bias_init
+        made["bias"] = module.bias_init
     if module.use_scale:
         neutral = jax.nn.initializers.zeros if module.zero_centered_gamma else jax.nn.initializers.ones
-        found["scale"] = neutral if module.scale_init is None else module.scale_init
+        made["scale"] = neutral if module.scale_init is None else module.scale_init
     if module.use_ln_bias and module.normalization == "LayerNorm":
-        found["ln_bias"] = module.ln_bias_init
-    return found
+        made["ln_bias"] = module.ln_bias_init
+    return made
 
 
 def norm_dense(
     module: Any, x: jax.Array, parameters: Mapping[str, jax.Array], dtype: Any, out_sharding: Any
 ) -> jax.Array:
-    """y in `dtype`."""
+    """Return y in `dtype`."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     # A kernel computes in float64 only what it reads in float64.
     if x.dtype not in READABLE or dtype == jnp.float64:
@@ -64,11 +64,7 @@ def norm_dense(
         "ln_weight": parameters.get("scale"),
         "ln_bias": parameters.get("ln_bias"),
     }
-    op = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
-    options = {
-        "keep_normalized": module.keep_normalized,
-        "precision": module.precision,
-        "out_sharding": out_sharding,
-        "mixed": True,
-    }
-    return linear.norm_linear(NAME, op, arrays, module.epsilon, module.zero_centered_gamma, **options)[0]
+    norm = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
+    options = linear.LinearOptions(NAME, norm, module.epsilon, module.zero_centered_gamma)
+    of_product = linear.ProductOptions(module.precision, out_sharding, module.keep_normalized, mixed=True)
+    return linear.norm_linear(options, arrays, of_product)[0]

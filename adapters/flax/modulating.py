@@ -21,7 +21,7 @@ def check_condition(x: Any, condition: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def modulate(x: jax.Array, shift_and_scale: jax.Array, epsilon: float, dtype: Any) -> jax.Array:
-    """y in `dtype`, or in that to which x and the modulation (batch, 2 * columns) promote."""
+    """Return y in `dtype`, or in the dtype to which x and the modulation (batch, 2 * columns) promote."""
     shift, scale = jnp.split(shift_and_scale, 2, axis=-1)
     dtype = jnp.promote_types(x.dtype, scale.dtype) if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     return layer_norm_modulate(x, scale, shift, eps=epsilon, dtype=jnp.dtype(dtype))

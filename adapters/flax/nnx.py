@@ -140,9 +140,9 @@ class AddLayerNorm(nnx.Module):
         scale_init: Callable[..., Any] = nnx.initializers.ones_init(),  # noqa: B008
         rngs: nnx.Rngs,
     ) -> None:
-        self.use_bias = use_bias
-        self.bias_init = bias_init
-        _init(self, num_features, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs)
+        dtypes = {"dtype": dtype, "s_dtype": s_dtype, "param_dtype": param_dtype}
+        bias, scale = {"use_bias": use_bias, "bias_init": bias_init}, {"use_scale": use_scale, "scale_init": scale_init}
+        _init(self, rngs, num_features=num_features, epsilon=epsilon, **dtypes, **bias, **scale)
 
     def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
         return _add_norm(self, x, residual)
@@ -176,7 +176,9 @@ class AddRMSNorm(nnx.Module):
         scale_init: Callable[..., Any] = nnx.initializers.ones_init(),  # noqa: B008
         rngs: nnx.Rngs,
     ) -> None:
-        _init(self, num_features, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs)
+        dtypes = {"dtype": dtype, "s_dtype": s_dtype, "param_dtype": param_dtype}
+        scale = {"use_scale": use_scale, "scale_init": scale_init}
+        _init(self, rngs, num_features=num_features, epsilon=epsilon, **dtypes, **scale)
 
     def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
         return _add_norm(self, x, residual)
@@ -320,7 +322,7 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         self.ln_bias_init = ln_bias_init
         check_options(self, in_features=in_features, out_features=out_features)
         shapes = parameter_shapes(in_features, out_features)
-        found = initializers(self)
+        made = initializers(self)
         metadata = {
             "kernel": kernel_metadata,
             "bias": bias_metadata,
@@ -329,8 +331,8 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         }
         for name, shape in shapes.items():
             value = nnx.data(None)
-            if name in found:
-                value = nnx.Param(found[name](rngs.params(), shape, param_dtype), **metadata[name])
+            if name in made:
+                value = nnx.Param(made[name](rngs.params(), shape, param_dtype), **metadata[name])
             setattr(self, name, value)
 
     def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
@@ -345,28 +347,21 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
 
 
 def _unwidened(module: Any, x: Any, promoted: jax.Array) -> jax.Array:
-    """x where Flax only widens it to float32: a kernel does so as it reads, and reads half the bytes."""
+    """Return x itself where Flax only widens it to float32, as a kernel does so when it reads half the bytes."""
     plain = module.promote_dtype is promote_dtype and isinstance(x, jax.Array)
     return x if plain and promoted.dtype == jnp.float32 and x.dtype in (jnp.float16, jnp.bfloat16) else promoted
 
 
-def _init(module: Any, num_features: int, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs) -> None:
-    """Of a module that adds."""
-    module.num_features = num_features
-    module.epsilon = epsilon
-    module.dtype = dtype
-    module.s_dtype = s_dtype
-    module.param_dtype = param_dtype
-    module.use_scale = use_scale
-    module.scale_init = scale_init
-    found = adding.initializers(module)
+def _init(module: Any, rngs: nnx.Rngs, **attributes: Any) -> None:
+    """Set the attributes of a module that adds, and make its parameters."""
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    made = adding.initializers(module)
     for name in ("scale", "bias") if hasattr(module, "use_bias") else ("scale",):
-        there = name in found
-        setattr(
-            module,
-            name,
-            nnx.Param(found[name](rngs.params(), (num_features,), param_dtype)) if there else nnx.data(None),
-        )
+        value = nnx.data(None)
+        if name in made:
+            value = nnx.Param(made[name](rngs.params(), (module.num_features,), module.param_dtype))
+        setattr(module, name, value)
 
 
 def _add_norm(module: Any, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:

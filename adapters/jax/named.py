@@ -1,4 +1,4 @@
-"""The named operations, and the norms with FP8 output, for arrays of NumPy too: those become JAX's."""
+"""The named operations and the norms with FP8 output, which also take NumPy arrays and make JAX arrays of them."""
 
 from __future__ import annotations
 

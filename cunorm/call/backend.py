@@ -1,6 +1,6 @@
-"""One module runs the calls of a kind of arrays, and offers what stands here.
+"""What every kind of arrays offers, and which module offers it.
 
-A backend is a module for one kind of arrays, which is imported when the first array of the kind comes: `import cunorm`
+A backend is a module for one kind of arrays. It is imported when the first array of its kind comes, so `import cunorm`
 imports none of them.
 """
 
@@ -8,97 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast
 
 from ..operation import Operation
 from .broadcasting import Kinds
+from .checks import NormTuple
 from .store import Float8Store
 
-# What a call of a plain norm asks for besides arrays: (the function that was called, normalized_shape,
-# zero_centered_gamma, dtype, sm_margin), as the caller gave them. A plain tuple: it is made in every call.
-Norm = tuple[str, Any, bool, Any, int]
+Arrays = Mapping[str, Any]  # by name
+
+
+class CallOptions(NamedTuple):
+    """What a call of an operation asks for besides its arrays and eps. The public function makes it."""
+
+    function: str  # what errors call it
+    operation: Operation
+    demanded: Kinds = ()  # the kinds that operands must have, by their names
+    dtype: str | None = None  # the dtype of y; None for that of x
+    s_dtype: str | None = None  # likewise of s
+    sm_margin: int = 0
+    statistics: bool = False  # whether the statistics are returned too
+    store: Float8Store | None = None  # how y is written, where not as it is
+    ndim: int = 1  # normalised axes, the last ones; with more than one the kinds of all operands are demanded
+    left_out: str | None = None  # the dtype of the gradients of operands that are left out; None for that of x
 
 
 class Backend(Protocol):
-    """The functions that a kind of arrays offers. Only names are checked; `function` names the call in errors."""
+    """The functions that a module for a kind of arrays offers. Only their names are checked.
 
-    def norm(
-        self, asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
-    ) -> tuple[Any, ...]:
-        """Return (y,), or with `statistics` (y, mean, rstd), of an RMSNorm (y, rstd)."""
+    NormOptions come as a plain tuple, and None stands for an array that is not given. A backend of which one kernel may
+    run an operation with a second norm also has `runs_both_norms(options, x)`, which says whether it does so here.
+    """
+
+    def norm(self, options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[Any, ...]:
+        """Return (y,), or with statistics (y, mean, rstd), of an RMSNorm (y, rstd); `arrays` are x, weight and bias."""
         ...
 
-    def norm_float8(
-        self, asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-    ) -> tuple[Any, ...]:
-        """Return (y8, y8_scale), and y if it is wide."""
-        ...
+    def norm_float8(self, options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[Any, ...]:
+        """Return (y8, y8_scale), and y if the store is wide; `arrays` are x, weight and bias.
 
-    def norm_backward(
-        self, asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
-    ) -> tuple[Any, Any, Any]:
-        """Return (dx, dweight, dbias), None where output_mask says so."""
-        ...
-
-    def forward(
-        self,
-        function: str,
-        operation: Operation,
-        x: Any,
-        operands: Mapping[str, Any],
-        eps: float,
-        *,
-        demanded: Kinds,
-        dtype: str | None,
-        s_dtype: str | None,
-        statistics: bool,
-        sm_margin: int,
-        float8: Float8Store | None = None,
-        scale: Any = None,
-    ) -> tuple[dict[str, Any], Any, Any]:
-        """Return (what the operation returns, by name, mean, rstd) of the last axis, statistics None unless asked for.
-
-        `demanded` has the kinds of operands that must be of one. With `float8` there are y8 and y8_scale, and y if that
-        is wide. Of one scale for all `scale` is it, None for one that no value of an affine operation exceeds.
+        `scale` is the one scale of all y if the store has one, None for the scale that no value of y exceeds.
         """
         ...
 
-    def backward(
-        self,
-        function: str,
-        operation: Operation,
-        arrays: Mapping[str, Any],
-        wanted: Sequence[str],
-        *,
-        demanded: Kinds,
-        s_dtype: str | None,
-        sm_margin: int,
-    ) -> dict[str, Any]:
-        """Return the gradients by name. Of `arrays` all are there but dy or ds, and s if it was not returned; None or
-        absent stands for no array.
+    def norm_backward(self, options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tuple[Any, Any, Any]:
+        """Return (dx, dweight, dbias), None where output_mask says so; `arrays` are dy, x, mean, rstd and weight."""
+        ...
+
+    def forward(self, options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> dict[str, Any]:
+        """Return what the operation returns, and the statistics if they are asked for, by name.
+
+        `arrays` are x and the operands. With a store there are y8 and y8_scale, and y if the store is wide; `scale` is
+        as of `norm_float8`, and None only for an affine operation.
         """
         ...
 
+    def backward(self, options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return the gradients `wanted`, names of operands or x, by name.
 
-@runtime_checkable
-class NormAddNorm(Protocol):
-    """The functions that a backend offers if one kernel of it runs an operation with a second norm."""
-
-    def forward_norm_add_norm(
-        self,
-        function: str,
-        operation: Operation,
-        x: Any,
-        operands: Mapping[str, Any],
-        eps: float,
-        *,
-        demanded: Kinds,
-        dtype: str | None,
-        s_dtype: str | None,
-        statistics: bool,
-        sm_margin: int,
-    ) -> dict[str, Any] | None:
-        """Return y, s and statistics by name, these if asked for; None where one kernel does not do it."""
+        `arrays` are dy, ds, x, s, the statistics and the operands; s may be absent, and one of dy and ds.
+        """
         ...
 
 
@@ -113,12 +82,12 @@ BACKENDS = {
 ANY_PRODUCER = ("cunorm.call.dlpack", "cunorm.linear.dlpack")
 NORMS, PRODUCTS = range(2)
 
-known: dict[type, Any] = {}  # type of x -> its backend
+known: dict[type, Any] = {}  # the backend of each type of arrays
 _products: dict[type, Any] = {}
 
 
 def at_hand(*kinds: type) -> None:
-    """Import what handles kinds of arrays, for calls that are traced, as torch.compile does: none imports anything."""
+    """Import the modules for kinds of arrays before calls are traced, as a trace of torch.compile imports nothing."""
     for kind in kinds:
         modules = BACKENDS[kind.__module__.partition(".")[0]]
         known[kind] = import_module(modules[NORMS])
@@ -126,25 +95,26 @@ def at_hand(*kinds: type) -> None:
 
 
 def backend_of(function: str, x: Any, name: str = "x") -> Backend:
-    """The backend of arrays of the kind of x, which the caller knows as `name`; the other arrays of the call are the
-    backend's business.
+    """Return the backend of arrays of the kind of x, which the caller knows as `name`.
+
+    Whether the other arrays of the call are of that kind too is for the backend to check.
     """
-    found = known.get(type(x))
-    if found is None:
-        found = known[type(x)] = import_module(_modules(function, x, name)[NORMS])
-    return cast(Backend, found)
+    backend = known.get(type(x))
+    if backend is None:
+        backend = known[type(x)] = import_module(_modules(function, x, name)[NORMS])
+    return cast(Backend, backend)
 
 
 def products_of(function: str, x: Any) -> Any:
-    """The module of linear/ for arrays of the kind of x."""
-    found = _products.get(type(x))
-    if found is None:
-        found = _products[type(x)] = import_module(_modules(function, x, "x")[PRODUCTS])
-    return found
+    """Return the module of linear/ for arrays of the kind of x."""
+    module = _products.get(type(x))
+    if module is None:
+        module = _products[type(x)] = import_module(_modules(function, x, "x")[PRODUCTS])
+    return module
 
 
 def _modules(function: str, x: Any, name: str) -> tuple[str, str]:
-    """Kinds are told by the package of their class."""
+    """Return the entry of BACKENDS for an array, by the package of its class."""
     for base in type(x).__mro__:
         package = base.__module__.partition(".")[0]
         if package in BACKENDS:
@@ -158,5 +128,5 @@ def _modules(function: str, x: Any, name: str) -> tuple[str, str]:
 
 
 def kind_of(option: Any) -> Hashable:
-    """Tells 8.0 and True, which are equal to what is allowed, from what is."""
+    """Return what tells 8.0 and True from the 8 and 1 that they are equal to."""
     return tuple(map(type, option)) if type(option) is tuple else type(option)

@@ -1,9 +1,9 @@
-"""How operands lie beside x: which kind each is, what must hold of every array, and which gradients are one.
+"""Checks of the operands beside x: the kind of each, what must hold of every array, and which gradients are equal.
 
 An operand is a `Layout`, or a float where a number was passed. `demanded` has the kinds of operands that a named
-function knows beforehand; any other operand's follows from its shape, by NumPy's rules of broadcasting. Kinds are those
-of problem.py, and "expanded": what kernels have no kind for is broadcast to the shape of x, and is full then. What has
-numbers for rows, or for several at once, is "per_row".
+function knows beforehand; the kind of any other operand follows from its shape, by NumPy's rules of broadcasting. Kinds
+are those of problem.py and "expanded", for which kernels have no kind: such an operand is broadcast to the shape of x,
+and is full then. An operand with one number for each row, or for several rows, is "per_row".
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def number(function: str, name: str, value: numbers.Real) -> float:
 def check_operands(
     function: str, x: Layout, operands: Mapping[str, Given], *, demanded: Kinds, ndim: int = 1
 ) -> dict[str, str]:
-    """Check x and the operands of a forward pass; return the operands' kinds. With more than one normalised axis, the
-    last `ndim` of x, all kinds are demanded.
+    """Check x and the operands of a forward pass, and return the kinds of the operands.
+
+    The last `ndim` axes of x are normalised. With more than one, all kinds are demanded.
     """
     check_dtype(function, "x", x)
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"{function}: x must have a last axis to normalise, and not an empty one; got {x.shape}.")
     expected = dict(demanded)
-    kinds = {name: _kind(function, name, one, x, expected.get(name), ndim) for name, one in operands.items()}
+    kinds = {name: _kind(function, name, operand, x, expected.get(name), ndim) for name, operand in operands.items()}
     first = groups_of(x, operands, kinds)
     for name, kind in kinds.items():
         if kind == "group" and groups_of(x, {name: operands[name]}, kinds) != first:
@@ -52,15 +53,15 @@ def check_operands(
 
 
 def groups_of(x: Layout, operands: Mapping[str, Given], kinds: Mapping[str, str]) -> Groups | None:
-    """The groups of rows that operands of the kind "group" are for."""
-    for name, one in operands.items():
-        if kinds.get(name) == "group" and isinstance(one, Layout):
-            return _groups(one.shape, x.shape)
+    """Return the groups of rows that operands of the kind "group" have vectors for, None if there are none."""
+    for name, operand in operands.items():
+        if kinds.get(name) == "group" and isinstance(operand, Layout):
+            return _groups(operand.shape, x.shape)
     return None
 
 
 def broadcast_axes(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of `to` along which an operand of this shape is repeated."""
+    """Return the axes of `to` along which an operand of this shape is repeated."""
     padded = (1,) * (len(to) - len(shape)) + shape
     return tuple(axis for axis, (own, full) in enumerate(zip(padded, to, strict=True)) if own != full)
 
@@ -70,12 +71,12 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def read_by_vectors(name: str, shape: tuple[int, ...], of_x: tuple[int, ...]) -> bool:
-    """Return whether it counts where an array begins, as it does not for a seed or a number for each row."""
+    """Return whether kernels read an array by vectors, as they do not read a seed or a number for each row."""
     return name != SEED and not (shape[-1:] == (1,) != of_x[-1:])
 
 
 def _groups(shape: tuple[int, ...], to: tuple[int, ...]) -> Groups | None:
-    """The groups of rows that share a vector of an operand; None if it has no vectors, or groups are not regular."""
+    """Return the groups of rows that share a vector of an operand, None without vectors or if groups are irregular."""
     rows = math.prod(to[:-1])
     repeated = broadcast_axes(shape, to)
     axes = [axis for axis, size in enumerate(to[:-1]) if size != 1]  # what leads from row to row
@@ -137,9 +138,9 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
 def check_backward(
     function: str, operation: Operation, arrays: Mapping[str, Given], row_dtype: str, ndim: int = 1
 ) -> None:
-    """Check what a backward pass takes besides x and the operands: gradients, s, mean and rstd, those that are given.
+    """Check the gradients, s, mean and rstd of a backward pass, as far as they are given.
 
-    `row_dtype` is that of the rows that were normalised.
+    `row_dtype` is the dtype of the rows that were normalised.
     """
     x = arrays["x"]
     assert isinstance(x, Layout)
@@ -173,13 +174,13 @@ def same_gradients(
     kinds: Mapping[str, str],
     dtypes: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return for each name that is wanted the first one with the same gradient: of x + residual, x has residual's.
+    """Return for each wanted name the first wanted name with an equal gradient, as x and residual in x + residual have.
 
-    Only what has the shape of x counts, for which `dtypes` are needed; a vector's gradient is small.
+    Only arrays of the shape of x count, as the gradient of a vector is small; `dtypes` are needed for these.
     """
     wanted = tuple(wanted)
-    found = derivative(operation, wanted, present)
-    early, late = dict(found.early), dict(found.late)
+    gradients = derivative(operation, wanted, present)
+    early, late = dict(gradients.early), dict(gradients.late)
     first: dict[tuple, str] = {}
     same = {}
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Every rule of the norms' arguments, and every message that states one.
+"""Checks of the arguments of norms: every rule, and the message that states it.
 
 Arrays are known only by their `Layout`, so the same rules hold in every framework.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..operation import Operation, affine
 from ..plan.problem import ITEMSIZE, RowStrides
 
 
@@ -26,9 +27,16 @@ class Layout(NamedTuple):
 def strides_in_elements(
     function: str, name: str, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
 ) -> tuple[int, ...]:
-    """`strides` are in bytes; those of an axis of one element, or of no elements, may be any."""
+    """Return strides in elements for `strides` in bytes.
+
+    The stride of an axis may be any if the axis has one element, or the array none.
+    """
     whole = [stride % itemsize == 0 for stride in strides]
-    if not all(whole) and any(size > 1 and not one for size, one in zip(shape, whole, strict=True)) and 0 not in shape:
+    if (
+        not all(whole)
+        and any(size > 1 and not fits for size, fits in zip(shape, whole, strict=True))
+        and 0 not in shape
+    ):
         raise ValueError(
             f"{function}: {name} must have strides that are multiples of its {itemsize} bytes an element; got strides "
             f"of {tuple(strides)} bytes. Pass a contiguous copy."
@@ -36,24 +44,52 @@ def strides_in_elements(
     return tuple(stride // itemsize for stride in strides)
 
 
-def check_forward(
-    function: str,
-    x: Layout,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Layout | None,
-    bias: Layout | None,
-    out: Layout | None,
-    dtype: str | None,
-    *,
-    zero_centered_gamma: bool,
-) -> tuple[tuple[int, ...], str]:
-    """Check the arguments of a forward function; return (normalized_shape, dtype of y)."""
+class NormOptions(NamedTuple):
+    """What a call of a plain norm asks for besides its arrays and eps, each as the caller gave it.
+
+    The public functions make a plain tuple of these fields, because a named one takes the host longer. Whoever works
+    something out for the first time names the fields with NormOptions(*options).
+    """
+
+    function: str  # the public function, which errors name
+    normalized_shape: Any
+    zero_centered_gamma: Any
+    dtype: Any  # the dtype of y
+    sm_margin: Any
+    # Forward: whether the statistics are returned too, or the Float8Store that y is written by. Backward: output_mask.
+    returns: Any
+
+    @property
+    def norm(self) -> str:
+        """The norm's key in NORMS."""
+        return "layer_norm" if self.function.startswith("layer_norm") else "rms_norm"
+
+    @property
+    def operation(self) -> Operation:
+        return affine(self.norm, bool(self.zero_centered_gamma))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The names of the arrays that a backward pass cannot do without."""
+        return ("dy", "x", "mean", "rstd") if self.norm == "layer_norm" else ("dy", "x", "rstd")
+
+
+NormTuple = tuple[str, Any, Any, Any, Any, Any]  # NormOptions as the public functions make them
+
+
+def check_forward(options: NormOptions, layouts: Mapping[str, Layout]) -> tuple[tuple[int, ...], str]:
+    """Check the arguments of a forward function; return (normalized_shape, dtype of y).
+
+    `layouts` are those of x, weight, bias and out, as far as they are given. The options have a dtype's name or None.
+    """
+    function = options.function
+    x, weight, out = layouts["x"], layouts.get("weight"), layouts.get("out")
     check_dtype(function, "x", x)
-    shape = shape_of(function, normalized_shape, x.shape, None if weight is None else weight.shape)
+    shape = shape_of(function, options.normalized_shape, x.shape, None if weight is None else weight.shape)
     if not shape:
         raise ValueError(f"{function}: x must have at least one axis to normalise; got shape {x.shape}.")
     if x.shape[-len(shape) :] != shape:
-        named = "normalized_shape" if normalized_shape is not None else "the shape of weight"
+        named = "normalized_shape" if options.normalized_shape is not None else "the shape of weight"
         raise ValueError(
             f"{function}: {named} must be the last axes of x; got {shape} for x of shape {x.shape}. "
             "Pass the shape of the axes to normalise over."
@@ -61,10 +97,10 @@ def check_forward(
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got normalized_shape {shape}.")
     _check_parameter(function, "weight", weight, shape, x)
-    _check_parameter(function, "bias", bias, shape, x)
-    if zero_centered_gamma and weight is None:
+    _check_parameter(function, "bias", layouts.get("bias"), shape, x)
+    if options.zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    y_dtype = dtype or (out.dtype if out is not None else x.dtype)
+    y_dtype = options.dtype or (out.dtype if out is not None else x.dtype)
     if y_dtype not in ITEMSIZE:
         raise TypeError(f"{function}: dtype {must_be_a_dtype(y_dtype)}")
     if out is not None:
@@ -88,18 +124,14 @@ def shape_of(
     return x[-1:] if weight is None else weight
 
 
-def check_backward(
-    function: str,
-    dy: Layout,
-    x: Layout,
-    mean: Layout | None,
-    rstd: Layout,
-    weight: Layout | None,
-    dx_out: Layout | None = None,
-    *,
-    zero_centered_gamma: bool,
-) -> tuple[int, ...]:
-    """Check the arguments of a backward function; return normalized_shape."""
+def check_backward(options: NormOptions, layouts: Mapping[str, Layout]) -> tuple[int, ...]:
+    """Check the arguments of a backward function; return normalized_shape.
+
+    `layouts` are those of dy, x, mean, rstd, weight and dx_out, as far as they are given.
+    """
+    function = options.function
+    dy, x, rstd = layouts["dy"], layouts["x"], layouts["rstd"]
+    weight, dx_out = layouts.get("weight"), layouts.get("dx_out")
     check_dtype(function, "x", x)
     check_dtype(function, "dy", dy)
     check_same_device(function, "dy", dy, x)
@@ -107,9 +139,10 @@ def check_backward(
         raise ValueError(f"{function}: dy must have the shape of x, {x.shape}; got {dy.shape}.")
     statistics = "float64" if x.dtype == "float64" else "float32"
     rank = len(rstd.shape)
-    for name, array in (("mean", mean), ("rstd", rstd)):
-        if array is None:
+    for name in ("mean", "rstd"):
+        if name not in layouts:
             continue
+        array = layouts[name]
         check_same_device(function, name, array, x)
         if array.shape != x.shape[:rank] or rank >= len(x.shape):
             raise ValueError(
@@ -124,7 +157,7 @@ def check_backward(
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got {shape}.")
     _check_parameter(function, "weight", weight, shape, x)
-    if zero_centered_gamma and weight is None:
+    if options.zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
     if dx_out is not None:
         check_same_device(function, "dx_out", dx_out, x)
@@ -136,7 +169,7 @@ def check_backward(
 
 
 def dtype_name(function: str, dtype: object) -> str:
-    """The name of a dtype given as a string, a NumPy dtype, a scalar type or as torch has it."""
+    """Return the name of a dtype that is given as a string, or as a dtype or scalar type of NumPy or torch."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = name or str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
@@ -160,7 +193,7 @@ def must_be_a_dtype(got: object) -> str:
 
 
 def as_float(function: str, name: str, number: float | numbers.Real) -> float:
-    """ValueError for an integer or a fraction that is too large for it."""
+    """Return a number as a float; raise ValueError for an integer or a fraction that is too large."""
     try:
         return float(number)
     except OverflowError:
@@ -168,7 +201,7 @@ def as_float(function: str, name: str, number: float | numbers.Real) -> float:
 
 
 def kind_of_option(option: object) -> str:
-    """The kind of an option that must be a number, for an error. Of an array it says why that is none."""
+    """Return, for an error, the kind of an option that must be a number, and why an array is none."""
     kind = type(option).__name__
     if not hasattr(option, "dtype"):
         return f"{kind}."
@@ -177,7 +210,8 @@ def kind_of_option(option: object) -> str:
 
 
 def check_eps(function: str, eps: object) -> float:
-    # Asked of an abstract class it takes 0.3 us.
+    """Return eps as a float if it is a finite number that is not negative."""
+    # isinstance of an abstract class takes 0.3 us.
     if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, numbers.Real)):
         raise TypeError(f"{function}: eps must be a real number; got {kind_of_option(eps)}")
     value = as_float(function, "eps", eps)
@@ -187,7 +221,7 @@ def check_eps(function: str, eps: object) -> float:
 
 
 def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
-    """`sms` is the device's number of multiprocessors, None on the host."""
+    """Return sm_margin if it leaves one of the `sms` multiprocessors of the device, which is None on the host."""
     if type(sm_margin) is not int and (isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral)):
         raise TypeError(f"{function}: sm_margin must be an integer; got {kind_of_option(sm_margin)}")
     margin = int(sm_margin)
@@ -209,7 +243,7 @@ def check_flags(function: str, output_mask: object, length: int) -> tuple[bool, 
 def check_output_mask(
     function: str, output_mask: object, length: int, dx_out: object = None
 ) -> tuple[bool, bool, bool]:
-    """Three flags; a missing third one (rms_norm has no bias) is False."""
+    """Return whether dx, dweight and dbias are wanted, of `length` flags; without a third flag dbias is not."""
     flags = check_flags(function, output_mask, length)
     if dx_out is not None and not flags[0]:
         raise ValueError(f"{function}: dx_out must be None where output_mask leaves dx out; got {output_mask}.")
@@ -247,7 +281,7 @@ class _Axis(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of `cols` contiguous elements each, and the fewest axes that lead from row to row, outermost first."""
+    """Rows of `cols` contiguous elements, and the fewest axes that lead from row to row, outermost first."""
 
     axes: tuple[_Axis, ...]
     cols: int
@@ -267,14 +301,14 @@ def _rows_of(layout: Layout, normalized_ndim: int) -> _Rows | None:
 
 def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
     """Return the same elements in the same order by the fewest axes."""
-    found: list[_Axis] = []
+    merged: list[_Axis] = []
     for axis in axes:
         if axis.size == 1:
             continue
-        if found and found[-1].stride == axis.size * axis.stride:
-            axis = _Axis(found.pop().size * axis.size, axis.stride)
-        found.append(axis)
-    return tuple(found)
+        if merged and merged[-1].stride == axis.size * axis.stride:
+            axis = _Axis(merged.pop().size * axis.size, axis.stride)
+        merged.append(axis)
+    return tuple(merged)
 
 
 def check_out_memory(
@@ -285,28 +319,29 @@ def check_out_memory(
     inputs: Sequence[tuple[str, Layout, int]],
     normalized_ndim: int,
 ) -> None:
-    """`out`, known as `name`, may be x or dy itself; any other overlap with an input, or with itself, is an error."""
+    """Check that `out`, which errors call `name`, overlaps no input and not itself; it may be x or dy."""
     if 0 in out.shape:
         return
     if _overlaps_itself(out):
         raise ValueError(
             f"{function}: every element of {name} must have its own memory; got strides {out.strides}. Pass a copy."
         )
-    itself = [one for one, _, _ in inputs if one in ("x", "dy")]
-    for one, layout, pointer in inputs:
+    itself = [other for other, _, _ in inputs if other in ("x", "dy")]
+    for other, layout, pointer in inputs:
         same = pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype)
-        if one in itself and same:
+        if other in itself and same:
             continue
         if _may_overlap(out, out_pointer, layout, pointer, normalized_ndim):
             raise ValueError(
-                f"{function}: {name} must be {' or '.join(itself)} itself or share no memory with {one}; got arrays "
+                f"{function}: {name} must be {' or '.join(itself)} itself or share no memory with {other}; got arrays "
                 "that overlap. Pass a separate array."
             )
 
 
 def _overlaps_itself(layout: Layout) -> bool:
-    """Whether steps along an axis are shorter than what the axes of shorter steps reach, as of no slice of an array
-    whose elements have their own memory.
+    """Return whether the steps along some axis are shorter than what the axes with shorter steps reach.
+
+    That is so for no slice of an array whose elements have their own memory.
     """
     axes = [axis for axis in zip(layout.shape, layout.strides, strict=True) if axis[0] > 1]
     reach = 1
@@ -318,8 +353,10 @@ def _overlaps_itself(layout: Layout) -> bool:
 
 
 def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalized_ndim: int) -> bool:
-    """Exact for rows, or blocks of rows such as the heads of a token, that lie in turns in one buffer; otherwise
-    compares the ranges of addresses.
+    """Return whether two arrays may share memory.
+
+    The answer is exact for rows, or blocks of rows such as the heads of a token, that alternate in one buffer. Other
+    arrays may share memory if their ranges of addresses overlap.
     """
     if 0 in a.shape or 0 in b.shape:
         return False

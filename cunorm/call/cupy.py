@@ -1,6 +1,7 @@
-"""CuPy arrays: what a call works out once for its options, runs by a generated call site (site.py), or in general here.
+"""The backend of CuPy arrays.
 
-Where the microseconds of a call go: `python -m bench.host`.
+What follows from the options of a call is worked out once and kept as a `Call`. Its call site (site.py) then runs every
+call that needs no more than a launch, and `run` here any other. `python -m bench.host` shows the time of each step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy
 
 from ..kernel import device, launch
 from ..kernel.device import Device
-from ..operation import NORMS, Operation, affine
+from ..operation import NORMS
 from ..plan.problem import FLOAT8, ITEMSIZE, argument_order
 from ..plan.steps import Plan
 from . import broadcasting, checks, site
-from .backend import Norm, kind_of
-from .broadcasting import AFFINE, Given, Kinds
-from .checks import Layout
+from .backend import Arrays, CallOptions, kind_of
+from .broadcasting import AFFINE, Given
+from .checks import Layout, NormOptions, NormTuple
 from .numpy import numpy_dtype
 from .recipe import (
     LIMIT,
@@ -45,14 +46,14 @@ _current_stream = cupy.cuda.get_current_stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The common part of calls that differ in their arrays, numbers and eps alone. Told apart by identity."""
+    """What calls have in common that differ in their arrays, numbers and eps alone. Calls are compared by identity."""
 
     function: str
     names: tuple[str, ...]  # of the arrays, in the order in which they are given; any may be absent
     required: tuple[str, ...]  # those that may not
     results: tuple[str, ...]  # in order
     recipe: Callable[..., LaunchRecipe]  # (given, device, out=, aligned=) -> recipe
-    site: Callable[..., tuple[cupy.ndarray, ...]]  # (call, eps, out, *arrays) -> results in order
+    site: Callable[..., tuple[cupy.ndarray, ...]]  # (call, eps, out, arrays) -> results in order
     out: str = ""  # what the caller calls the memory that it gives for the first result
     takes_numbers: bool = False  # for operands
     backward: bool = False
@@ -66,241 +67,200 @@ def _site(arrays: int, results: int | None, *, out: bool = False, workspace: boo
 # The plain norms.
 
 
-def norm(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
-) -> tuple[cupy.ndarray, ...]:
-    """Run `Backend.norm`. What `_kept` does is written out: a Python call is 0.1 us of 1.7."""
-    shape = asked[1]
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[cupy.ndarray, ...]:
+    """Run `Backend.norm`. The usual case of `_key` stands here once more, as a Python call is 0.1 us of 1.7."""
+    key = options if options[1] is None and type(options[4]) is int else _key(options)
     try:
-        call = _calls.kept((asked, statistics, None if shape is None else kind_of(shape), type(asked[4])))
+        call = _calls.kept(key)
     except (TypeError, ValueError):
         call = None
     if call is None:
-        call = _kept(_norm_call, asked, statistics)
-    return call.site(call, eps, out, x, weight, bias)
+        call = _kept(_norm_call, options)
+    return call.site(call, eps, out, arrays)
 
 
-def norm_float8(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-) -> tuple[cupy.ndarray, ...]:
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[cupy.ndarray, ...]:
     """Run `Backend.norm_float8`."""
-    call = _kept(_norm_call, asked, store)
-    if store.granularity != "tensor":
-        return call.site(call, eps, None, x, weight, bias)
+    call = _kept(_norm_call, options)
+    options = NormOptions(*options)
+    if options.returns.granularity != "tensor":
+        return call.site(call, eps, None, arrays)
+    x, weight, bias = arrays
     if scale is None:
-        _recipe_of(call, eps, None, (x, weight, bias, None))  # says what is wrong
-        shape = checks.shape_of(asked[0], asked[1], x.shape, None if weight is None else weight.shape)
+        _recipe_of(call, eps, None, (*arrays, None))  # says what is wrong
+        weight_shape = None if weight is None else weight.shape
+        shape = checks.shape_of(options.function, options.normalized_shape, x.shape, weight_shape)
         with cupy.cuda.Device(x.data.device_id):
-            operation = affine(_norm_of(asked[0]), bool(asked[2]))
-            scale = affine_scale(cupy, operation, FLOAT8[store.format], math.prod(shape), weight, bias)
+            largest = FLOAT8[options.returns.format]
+            scale = affine_scale(cupy, options.operation, largest, math.prod(shape), weight, bias)
     scale = cupy.asarray(scale, numpy.float32).reshape(())
-    y8, *y = call.site(call, eps, None, x, weight, bias, scale)
+    y8, *y = call.site(call, eps, None, (*arrays, scale))
     return y8, scale, *y
 
 
-def norm_backward(
-    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
-) -> tuple[cupy.ndarray | None, ...]:
+def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tuple[cupy.ndarray | None, ...]:
     """Run `Backend.norm_backward`."""
     try:
-        call = _calls.kept((asked, output_mask, None, type(asked[4])))
+        call = _calls.kept(options if type(options[4]) is int else _key(options))
     except (TypeError, ValueError):
         call = None
     if call is None:
-        call = _kept(_norm_backward_call, asked, output_mask)
+        call = _kept(_norm_backward_call, options)
     if dx_out is not None and "x" not in call.results:
-        checks.check_output_mask(asked[0], output_mask, len(output_mask), dx_out)  # says what is wrong
-    results = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
+        output_mask = options[5]
+        checks.check_output_mask(call.function, output_mask, len(output_mask), dx_out)  # says what is wrong
+    results = call.site(call, 0.0, dx_out, arrays)
     if len(results) == 3:
         return results
     if call.results == ("x", "weight"):
         return *results, None
-    named = dict(zip(call.results, results, strict=True))
-    return named.get("x"), named.get("weight"), named.get("bias")
+    gradients = dict(zip(call.results, results, strict=True))
+    return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
 
 
-def _kept(make: Callable[..., Call], asked: Norm, option: Any) -> Call:
-    """The call of such options; without a hash, as a list among them has none, it is made each time."""
-    shape = asked[1]
-    key = (asked, option, None if shape is None else kind_of(shape), type(asked[4]))
-    return _calls.of(key, make, asked, option)
+def _kept(make: Callable[[NormOptions], Call], options: NormTuple) -> Call:
+    """Return the call of such options; without a hash, as a list among them has none, it is made each time."""
+    return _calls.of(_key(options), make, NormOptions(*options))
 
 
-def _norm_of(function: str) -> str:
-    return "layer_norm" if function.startswith("layer_norm") else "rms_norm"
+def _key(options: NormTuple) -> Hashable:
+    """Return what tells options apart, also those that are equal but for a bool or float in place of an int."""
+    shape, sm_margin = options[1], options[4]
+    key = options if type(sm_margin) is int else (*options, type(sm_margin))
+    return key if shape is None else (key, kind_of(shape))
 
 
-def _norm_call(asked: Norm, kept: bool | Float8Store) -> Call:
-    """`kept`: whether statistics are results, or how y is written."""
-    function, _, _, dtype, _ = asked
-    store = kept if isinstance(kept, Float8Store) else None
+def _norm_call(options: NormOptions) -> Call:
     names, results = ("x", "weight", "bias"), ("y",)
+    store = options.returns if isinstance(options.returns, Float8Store) else None
     if store:
         names, results = _with_scale(names, store), store.written(results)
-    elif kept:
-        results += NORMS[_norm_of(function)].statistics
-    if dtype is not None and not store:
-        dtype = checks.dtype_name(function, dtype)
-    recipe = partial(_norm_recipe, asked, None if store else dtype, store)
+    elif options.returns:
+        results += NORMS[options.norm].statistics
+    if options.dtype is not None:
+        options = options._replace(dtype=checks.dtype_name(options.function, options.dtype))
+    recipe = partial(_norm_recipe, options, store)
     made = _site(len(names), len(results), out=not store)
-    return Call(function, names, ("x",), results, recipe, made, out="" if store else "out")
+    return Call(options.function, names, ("x",), results, recipe, made, out="" if store else "out")
 
 
 def _norm_recipe(
-    asked: Norm, dtype: str | None, store: Float8Store | None, given, gpu: Callable[[], Device], **options
-):
-    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    x, weight, bias = (given.get(name) for name in ("x", "weight", "bias"))
+    options: NormOptions,
+    store: Float8Store | None,
+    layouts: Mapping[str, Layout],
+    gpu: Callable[[], Device],
+    *,
+    out: Layout | None,
+    aligned: bool,
+) -> LaunchRecipe:
     if store:
-        check_x(function, x)
-    parameters = (normalized_shape, weight, bias, options["out"], dtype)
-    shape, y_dtype = checks.check_forward(function, x, *parameters, zero_centered_gamma=zero_centered_gamma)
-    operation = affine(_norm_of(function), bool(zero_centered_gamma))
-    options |= {"demanded": AFFINE, "dtype": y_dtype, "s_dtype": None, "sm_margin": sm_margin, "float8": store}
-    return forward_recipe(function, operation, given, gpu(), ndim=len(shape), **options)
-
-
-def _norm_backward_call(asked: Norm, output_mask: Any) -> Call:
-    function = asked[0]
-    subtracts_mean = _norm_of(function) == "layer_norm"
-    mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2)
-    wanted = tuple(name for name, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
-    required = ("dy", "x", *(("mean",) if subtracts_mean else ()), "rstd")
-    names = ("dy", "x", "mean", "rstd", "weight")
-    recipe = partial(_norm_backward_recipe, asked, wanted)
-    made = _site(len(names), len(wanted), out="x" in wanted, workspace=True)
-    return Call(function, names, required, wanted, recipe, made, out="dx_out", backward=True)
-
-
-def _norm_backward_recipe(asked: Norm, wanted: tuple[str, ...], given, gpu, **options) -> LaunchRecipe:
-    function, _, zero_centered_gamma, _, sm_margin = asked
-    x, weight, out = given["x"], given.get("weight"), options["out"]
-    shape = checks.check_backward(
-        function, given["dy"], x, given.get("mean"), given["rstd"], weight, out, zero_centered_gamma=zero_centered_gamma
+        check_x(options.function, layouts["x"])
+    shape, y_dtype = checks.check_forward(options, layouts if out is None else {**layouts, "out": out})
+    call_options = CallOptions(
+        options.function,
+        options.operation,
+        AFFINE,
+        dtype=y_dtype,
+        sm_margin=options.sm_margin,
+        store=store,
+        ndim=len(shape),
     )
-    parameter = (weight or x).dtype
-    operation = affine(_norm_of(function), bool(zero_centered_gamma))
-    options |= {"demanded": AFFINE, "s_dtype": None, "sm_margin": sm_margin}
-    options["dtypes_of_gradients"] = {"weight": parameter, "bias": parameter}
-    return backward_recipe(function, operation, given, wanted, gpu(), ndim=len(shape), **options)
+    return forward_recipe(call_options, layouts, gpu(), aligned=aligned, out=out)
+
+
+def _norm_backward_call(options: NormOptions) -> Call:
+    mask = checks.check_output_mask(options.function, options.returns, 3 if options.norm == "layer_norm" else 2)
+    wanted = tuple(name for name, is_wanted in zip(("x", "weight", "bias"), mask, strict=True) if is_wanted)
+    names = ("dy", "x", "mean", "rstd", "weight")
+    recipe = partial(_norm_backward_recipe, options, wanted)
+    made = _site(len(names), len(wanted), out="x" in wanted, workspace=True)
+    return Call(options.function, names, options.required, wanted, recipe, made, out="dx_out", backward=True)
+
+
+def _norm_backward_recipe(
+    options: NormOptions,
+    wanted: tuple[str, ...],
+    layouts: Mapping[str, Layout],
+    gpu: Callable[[], Device],
+    *,
+    out: Layout | None,
+    aligned: bool,
+) -> LaunchRecipe:
+    shape = checks.check_backward(options, layouts if out is None else {**layouts, "dx_out": out})
+    call_options = CallOptions(
+        options.function,
+        options.operation,
+        AFFINE,
+        sm_margin=options.sm_margin,
+        ndim=len(shape),
+        left_out=layouts["weight" if "weight" in layouts else "x"].dtype,
+    )
+    return backward_recipe(call_options, layouts, wanted, gpu(), aligned=aligned, out=out)
 
 
 # Any operation over the last axis.
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: cupy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
+def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> dict[str, cupy.ndarray]:
     """Run `Backend.forward`."""
-    key = (
-        function,
-        operation,
-        tuple(operands),
-        demanded,
-        dtype,
-        s_dtype,
-        statistics,
-        sm_margin,
-        type(sm_margin),
-        float8,
-    )
+    key = (options, tuple(arrays), type(options.sm_margin))
     call = _calls.kept(key)
     if call is None:
-        call = _calls.of(key, _call, *key)
-    if float8 and float8.granularity == "tensor":
-        with cupy.cuda.Device(layout(function, "x", x).device):
-            scale = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
-        by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values(), scale), strict=True))
-        return by_name | {"y8_scale": scale}, None, None
-    by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values())))  # noqa: B905
-    if statistics:
-        return by_name, by_name.pop("mean", None), by_name.pop("rstd")
-    return by_name, None, None
+        call = _calls.of(key, _call, options, tuple(arrays))
+    store = options.store
+    if store and store.granularity == "tensor":
+        x = arrays["x"]
+        with cupy.cuda.Device(layout(options.function, "x", x).device):
+            scale = scale_of(cupy, options.operation, store, x.shape[-1], arrays, scale)
+        results = call.site(call, eps, None, (*arrays.values(), scale))
+        return dict(zip(call.results, results, strict=True)) | {"y8_scale": scale}
+    return dict(zip(call.results, call.site(call, eps, None, tuple(arrays.values()))))  # noqa: B905
 
 
-def forward_norm_add_norm(
-    function: str,
-    operation: Operation,
-    x: cupy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-) -> dict[str, cupy.ndarray] | None:
-    """Run `NormAddNorm.forward_norm_add_norm`."""
-    if not runs_norm_add_norm(layout(function, "x", x), s_dtype):
-        return None
-    key = (function, operation, tuple(operands), demanded, dtype, None, statistics, sm_margin, type(sm_margin), None)
-    call = _calls.of(key, _call, *key)
-    return dict(zip(call.results, call.site(call, eps, None, x, *operands.values()), strict=True))
+def runs_both_norms(options: CallOptions, x: cupy.ndarray) -> bool:
+    """Return whether `forward` takes an operation with a second norm of such x."""
+    return runs_norm_add_norm(layout(options.function, "x", x), options.s_dtype)
 
 
-def _call(function, operation, operands, demanded, dtype, s_dtype, statistics, sm_margin, _, float8) -> Call:
-    names, results = ("x", *operands), operation.returns
-    if float8:
-        names, results = _with_scale(names, float8), float8.written(results)
-    if statistics:
-        results += operation.given(operands).statistics
-    options = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin, "float8": float8}
+def _call(options: CallOptions, names: tuple[str, ...]) -> Call:
+    operation, results = options.operation, options.operation.returns
+    arguments = names
+    if options.store:
+        arguments, results = _with_scale(names, options.store), options.store.written(results)
+    if options.statistics:
+        results += operation.given(names).statistics
 
-    def recipe(given, gpu, **more):
-        return forward_recipe(function, operation, given, gpu(), **options, **more)
+    def recipe(given: Mapping[str, Given], gpu: Callable[[], Device], **placed: Any) -> LaunchRecipe:
+        return forward_recipe(options, given, gpu(), **placed)
 
-    made = _site(len(names), len(results))
-    return Call(function, names, names, results, recipe, made, takes_numbers=True)
+    made = _site(len(arguments), len(results))
+    return Call(options.function, arguments, arguments, results, recipe, made, takes_numbers=True)
 
 
 def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
-    """Return the arguments with the one scale for all of y, which is read."""
+    """Return the names of the arguments, and y8_scale if one scale for all of y is read."""
     return (*names, "y8_scale") if store.granularity == "tensor" else names
 
 
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> dict[str, cupy.ndarray]:
+def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dict[str, cupy.ndarray]:
     """Run `Backend.backward`."""
     wanted = tuple(wanted)
-    needed = ("x", *NORMS[operation.norm].statistics)
+    needed = ("x", *NORMS[options.operation.norm].statistics)
     names = tuple([name for name, array in arrays.items() if array is not None or name in needed])
-    key = (function, operation, names, wanted, demanded, s_dtype, sm_margin, type(sm_margin))
+    key = (options, names, wanted, type(options.sm_margin))
     call = _calls.kept(key)
     if call is None:
-        call = _calls.of(key, _backward_call, *key)
-    results = call.site(call, 0.0, None, *[arrays[name] for name in names])
+        call = _calls.of(key, _backward_call, options, names, wanted)
+    results = call.site(call, 0.0, None, [arrays[name] for name in names])
     return dict(zip(wanted, results))  # noqa: B905
 
 
-def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_margin, _) -> Call:
-    options = {"demanded": demanded, "s_dtype": s_dtype, "sm_margin": sm_margin}
-
-    def recipe(given, gpu, *, out, **more):
-        return backward_recipe(function, operation, given, wanted, gpu(), **options, **more)
+def _backward_call(options: CallOptions, names: tuple[str, ...], wanted: tuple[str, ...]) -> Call:
+    def recipe(given: Mapping[str, Given], gpu: Callable[[], Device], **placed: Any) -> LaunchRecipe:
+        return backward_recipe(options, given, wanted, gpu(), **placed)
 
     made = _site(len(names), None, workspace=True)
-    return Call(function, names, names, wanted, recipe, made, takes_numbers=True, backward=True)
+    return Call(options.function, names, names, wanted, recipe, made, takes_numbers=True, backward=True)
 
 
 # What call sites leave to functions.
@@ -309,10 +269,10 @@ def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_mar
 def run(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
-    """Run what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
+    """Do what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
-        return call.site(call, eps, out, *arrays)  # which finds the recipe now
+        return call.site(call, eps, out, arrays)  # which finds the recipe now
     given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
         pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]
@@ -358,7 +318,7 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
 def _recipe_of(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
 ) -> LaunchRecipe:
-    """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
+    """Return the recipe for such arrays; raise TypeError or ValueError for arrays that no kernel takes."""
     described: Sequence[Any] = (*arrays, out) if call.out else arrays
     present: list[Any] = [array for array in described if isinstance(array, cupy.ndarray)]
     if key is None:
@@ -374,14 +334,14 @@ def _recipe_of(
 
 
 def _described(array: Any) -> Any:
-    """Describe an array in a key; of a number only that it is one, as its value may change with every call."""
+    """Return what a key has of an array, and the type alone of a number, whose value may change with every call."""
     if isinstance(array, cupy.ndarray):
         return array.shape, array.strides, array.dtype, array.data.device_id
     return None if array is None else type(array)
 
 
 def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], aligned: bool) -> LaunchRecipe:
-    """The recipe of what is new: by that of another number of rows, if there is one."""
+    """Make a recipe, from that of another number of rows if there is one."""
     form = _form(call, eps, arrays, aligned) if out is None else None
     like = None if form is None else _recipes.kept(form)
     if like is not None:
@@ -401,7 +361,7 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
 
 
 def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
-    """Return recipe.form_of of arrays: nothing of them is described or checked for a known form."""
+    """Return what recipe.form_of does, without describing or checking the arrays, which takes longer."""
     x = arrays[call.names.index("x")]
     shape: tuple[int, ...] = getattr(x, "shape", ())
     if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
@@ -434,13 +394,13 @@ def _ready(
         given_names = (*call.names, *names, "eps")
         unasked = [name for name in solution.problem.pointers if name not in given_names]
         order = argument_order(solution.problem, (*given_names, *unasked)) if everyday else None
-    layouts = [(name, one) for name, one in given.items() if isinstance(one, Layout)]
+    layouts = [(name, layout) for name, layout in given.items() if isinstance(layout, Layout)]
     index = int(dict(layouts)["x"].device)
     return replace(
         recipe,
         device_id=index,
         everyday_on=index if everyday else -1,
-        widest=max(ITEMSIZE.get(one.dtype, 8) for _, one in layouts),  # a seed is 8 bytes
+        widest=max(ITEMSIZE.get(layout.dtype, 8) for _, layout in layouts),  # a seed is 8 bytes
         allocated=tuple((shape, kind) for _, shape, kind in written),
         order=order,
         eps=eps,
@@ -450,7 +410,7 @@ def _ready(
 
 
 def _dtype(function: str, name: str) -> numpy.dtype:
-    """CuPy has no formats of 8 bits: their numbers are bytes."""
+    """Return a dtype that CuPy has; FP8 numbers are bytes."""
     return numpy.dtype(numpy.uint8) if name in FLOAT8 else numpy_dtype(function, name)
 
 
@@ -475,7 +435,7 @@ def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool
 
 
 def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
-    """Check that each array begins where a GPU can read an element: a recipe knows but the layouts."""
+    """Check that each array begins where a GPU can read an element, which no recipe knows."""
     for name, array in zip((*call.names, call.out), (*arrays, out), strict=True):
         if isinstance(array, cupy.ndarray):
             layout(call.function, name, array)
@@ -483,14 +443,14 @@ def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None)
 
 @lru_cache(maxsize=LIMIT)
 def check_out(call: Call, recipe: LaunchRecipe, pointers: tuple[int, ...]) -> None:
-    """Check the memory for the first result, and keep the answer, as the same memory comes again and again."""
+    """Check the memory for the first result. The answer is kept, as the same memory comes again and again."""
     at = dict(zip((*call.names, call.out), pointers, strict=True))
     *inputs, out = [(name, layout, at[name]) for name, layout in recipe.layouts]
     checks.check_out_memory(call.function, *out, inputs, recipe.ndim)
 
 
 def layout(function: str, name: str, array: Any) -> Layout:
-    """The layout of a CuPy array; TypeError for anything else, ValueError for one that no kernel can read."""
+    """Return the layout of an array; raise TypeError unless it is CuPy's, ValueError if no kernel can read it."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(
             f"{function}: {name} must be a CuPy array, as x is; got {type(array).__name__}. Convert one of them."
@@ -507,5 +467,5 @@ def layout(function: str, name: str, array: Any) -> Layout:
 
 @cache
 def _name(dtype: numpy.dtype) -> str:
-    """NumPy makes it anew each time it is asked for it, which takes 5 us."""
+    """Return the name of a dtype, which NumPy makes anew in 5 us each time."""
     return dtype.name

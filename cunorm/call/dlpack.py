@@ -1,72 +1,75 @@
-"""Arrays of other libraries: CuPy's views of them, taken through DLPack, and the norms on those views."""
+"""The backend of arrays of other libraries, which runs CuPy's on the views that CuPy takes through DLPack."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from ..kernel.device import INSTALL
-from ..operation import Operation
-from .backend import Norm
-from .store import Float8Store
+from .backend import Arrays, CallOptions
+from .checks import NormTuple
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_MANAGED = 1, 2, 13  # device types of the DLPack specification
 
 MODULE = "cunorm.call.cupy"
 
 
-def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool):
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> Any:
     """Run `Backend.norm`."""
-    module = on_gpu(MODULE, asked[0], x)
-    x, weight, bias, out = views(asked[0], ("x", "weight", "bias", "out"), (x, weight, bias, out))
-    return module.norm(asked, x, weight, bias, eps, out, statistics)
+    module, (*arrays, out) = _viewed(options, ("x", "weight", "bias", "out"), (*arrays, out))
+    return module.norm(options, arrays, eps, out)
 
 
-def norm_float8(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any):
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> Any:
     """Run `Backend.norm_float8`."""
-    module = on_gpu(MODULE, asked[0], x)
-    return module.norm_float8(asked, *views(asked[0], ("x", "weight", "bias"), (x, weight, bias)), eps, store, scale)
+    module, arrays = _viewed(options, ("x", "weight", "bias"), arrays)
+    return module.norm_float8(options, arrays, eps, scale)
 
 
-def norm_backward(asked: Norm, *arrays_and_mask: Any):
+def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> Any:
     """Run `Backend.norm_backward`."""
-    *arrays, output_mask = arrays_and_mask
-    module = on_gpu(MODULE, asked[0], arrays[1])
     names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
-    return module.norm_backward(asked, *views(asked[0], names, arrays), output_mask)
+    module, (*arrays, dx_out) = _viewed(options, names, (*arrays, dx_out))
+    return module.norm_backward(options, arrays, dx_out)
 
 
-def forward(function: str, operation: Operation, x: Any, operands: Mapping[str, Any], eps: float, **options: Any):
+def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> Any:
     """Run `Backend.forward`."""
-    module = on_gpu(MODULE, function, x)
-    given = _viewed(function, {"x": x, **operands})
-    return module.forward(function, operation, given.pop("x"), given, eps, **options)
+    module = on_gpu(MODULE, options.function, arrays["x"])
+    return module.forward(options, _with_numbers(options.function, arrays), eps, scale)
 
 
-def backward(function: str, operation: Operation, arrays: Mapping[str, Any], wanted: Sequence[str], **options: Any):
+def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> Any:
     """Run `Backend.backward`."""
-    module = on_gpu(MODULE, function, arrays["x"])
-    return module.backward(function, operation, _viewed(function, arrays), wanted, **options)
+    module = on_gpu(MODULE, options.function, arrays["x"])
+    return module.backward(options, _with_numbers(options.function, arrays), wanted)
 
 
-def _viewed(function: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """CuPy's views of the arrays; numbers as they are."""
-    names = [name for name, one in arrays.items() if not isinstance(one, numbers.Real)]
-    return {**arrays, **dict(zip(names, views(function, names, [arrays[name] for name in names]), strict=True))}
+def _viewed(options: NormTuple, names: Sequence[str], arrays: Sequence[Any]) -> tuple[ModuleType, list[Any]]:
+    """Return the module that takes the views of these arrays, and the views in the same order."""
+    function = options[0]
+    given = dict(zip(names, arrays, strict=True))
+    module = on_gpu(MODULE, function, given["x"])
+    return module, list(views(function, given).values())
 
 
-def views(function: str, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-    """CuPy's views of the arrays, x first: where several are wrong, it is x that the error names."""
-    named = dict(zip(names, arrays, strict=True))
-    x = _view(function, "x", named["x"])
-    return [x if name == "x" else _view(function, name, array) for name, array in named.items()]
+def _with_numbers(function: str, arrays: Arrays) -> dict[str, Any]:
+    """Return CuPy's views of the arrays, and numbers as they are."""
+    without = {name: array for name, array in arrays.items() if not isinstance(array, numbers.Real)}
+    return {**arrays, **views(function, without)}
+
+
+def views(function: str, arrays: Arrays) -> dict[str, Any]:
+    """Return CuPy's views of the arrays. That of x comes first: where several are wrong, the error names x."""
+    x = _view(function, "x", arrays["x"])
+    return {name: x if name == "x" else _view(function, name, array) for name, array in arrays.items()}
 
 
 def on_gpu(module: str, function: str, x: Any) -> ModuleType:
-    """The module that takes the views."""
+    """Return the module that takes CuPy's views, if x is on a GPU."""
     if int(x.__dlpack_device__()[0]) not in (KDL_CUDA, KDL_CUDA_MANAGED):
         raise TypeError(
             f"{function}: x must be on a CUDA device to come by DLPack; got a {type(x).__name__} elsewhere. "
@@ -81,7 +84,7 @@ def on_gpu(module: str, function: str, x: Any) -> ModuleType:
 
 
 def _view(function: str, name: str, array: Any) -> Any:
-    """CuPy's view of an array, ordered after its producer on CuPy's current stream."""
+    """Return CuPy's view of an array, ordered after its producer on CuPy's current stream."""
     import cupy
 
     if array is None or isinstance(array, cupy.ndarray):

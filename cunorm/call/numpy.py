@@ -1,4 +1,4 @@
-"""NumPy arrays: every operation in float64 with one rounding at the end, and one of s."""
+"""The backend of NumPy arrays: float64 with one rounding at the end, and one of s."""
 
 from __future__ import annotations
 
@@ -12,147 +12,109 @@ import numpy
 from ..expression.philox import uniform
 from ..expression.texts import evaluate
 from ..expression.value import Expression
-from ..operation import NORMS, SEED, Operation, affine, derivative
+from ..operation import NORMS, SEED, derivative
 from ..plan.problem import BLOCK, FLOAT8, compute_dtype
 from . import broadcasting, checks
-from .backend import Norm
-from .broadcasting import Given, Kinds
-from .checks import Layout
+from .backend import Arrays, CallOptions
+from .broadcasting import Given
+from .checks import Layout, NormOptions, NormTuple
 from .store import MOST_MULTIPLIER, Float8Store, check_rows, check_x, scale_of, scales_shape
 
 
-def norm(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
-) -> tuple[numpy.ndarray, ...]:
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[numpy.ndarray, ...]:
     """Run `Backend.norm`."""
-    return _norm(asked, x, weight, bias, eps, out, statistics)
+    options = NormOptions(*options)
+    results = _norm(options, arrays, eps, out, None)
+    statistics = NORMS[options.norm].statistics if options.returns else ()
+    return tuple(results[name] for name in ("y", *statistics))
 
 
-def norm_float8(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-) -> tuple[numpy.ndarray, ...]:
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[numpy.ndarray, ...]:
     """Run `Backend.norm_float8`."""
-    check_x(asked[0], layout(asked[0], "x", x))
-    return _norm((*asked[:3], None, asked[4]), x, weight, bias, eps, None, False, store, scale)
+    options = NormOptions(*options)
+    check_x(options.function, layout(options.function, "x", arrays[0]))
+    results = _norm(options, arrays, eps, None, scale)
+    return tuple(results[name] for name in options.returns.results(("y",)))
 
 
-def _norm(
-    asked: Norm,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    out: Any,
-    statistics: bool,
-    store: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[numpy.ndarray, ...]:
-    function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
-    named = {"x": x, "weight": weight, "bias": bias, "out": out}
-    layouts = {name: layout(function, name, array) for name, array in named.items() if array is not None or name == "x"}
-    parameters = (normalized_shape, layouts.get("weight"), layouts.get("bias"), layouts.get("out"))
-    dtype = None if dtype is None else checks.dtype_name(function, dtype)
-    shape, y_dtype = checks.check_forward(
-        function, layouts["x"], *parameters, dtype, zero_centered_gamma=zero_centered_gamma
-    )
+def _norm(options: NormOptions, arrays: Sequence[Any], eps: float, out: Any, scale: Any) -> dict[str, numpy.ndarray]:
+    """Return all results and statistics by name."""
+    function = options.function
+    given: dict[str, Any] = dict(zip(("x", "weight", "bias", "out"), (*arrays, out), strict=True))
+    layouts = {name: layout(function, name, array) for name, array in given.items() if array is not None or name == "x"}
+    if options.dtype is not None:
+        options = options._replace(dtype=checks.dtype_name(function, options.dtype))
+    shape, y_dtype = checks.check_forward(options, layouts)
     eps = checks.check_eps(function, eps)
-    checks.check_sm_margin(function, sm_margin, None)
+    checks.check_sm_margin(function, options.sm_margin, None)
     if out is not None:
-        _check_out(function, "out", named, layouts, len(shape))
-    operands = {name: one for name, one in named.items() if one is not None and name not in ("x", "out")}
-    operation = affine("layer_norm" if function.startswith("layer_norm") else "rms_norm", bool(zero_centered_gamma))
+        _check_out(function, "out", given, layouts, len(shape))
+    given = {name: array for name, array in given.items() if array is not None and name != "out"}
+    store = options.returns if isinstance(options.returns, Float8Store) else None
     if store and store.granularity == "tensor":
-        scale = scale_of(numpy, operation, store, math.prod(shape), operands, scale)
-    results = _results(function, operation, x, operands, eps, (y_dtype, layouts["x"].dtype), len(shape), store, scale)
+        scale = scale_of(numpy, options.operation, store, math.prod(shape), given, scale)
+    call = CallOptions(function, options.operation, dtype=y_dtype, store=store, ndim=len(shape))
+    results = _results(call, given, eps, scale)
     if out is not None:
         out[...] = results["y"]
         results["y"] = out
-    kept = NORMS[operation.norm].statistics if statistics else ()
-    return tuple(results[name] for name in (*(store.results(("y",)) if store else ("y",)), *kept))
+    return results
 
 
-def norm_backward(
-    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
-) -> tuple[numpy.ndarray | None, ...]:
+def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: Any) -> tuple[numpy.ndarray | None, ...]:
     """Run `Backend.norm_backward`."""
-    function, _, zero_centered_gamma, _, sm_margin = asked
-    subtracts_mean = function.startswith("layer_norm")
-    named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight, "dx_out": dx_out}
-    optional = ("weight", "dx_out") if subtracts_mean else ("weight", "dx_out", "mean")
+    options = NormOptions(*options)
+    function = options.function
+    names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
+    given: dict[str, Any] = dict(zip(names, (*arrays, dx_out), strict=True))
     layouts = {
         name: layout(function, name, array)
-        for name, array in named.items()
-        if array is not None or name not in optional
+        for name, array in given.items()
+        if array is not None or name in options.required
     }
-    required = (layouts["dy"], layouts["x"], layouts.get("mean"), layouts["rstd"])
-    optional = (layouts.get("weight"), layouts.get("dx_out"))
-    shape = checks.check_backward(function, *required, *optional, zero_centered_gamma=zero_centered_gamma)
-    checks.check_sm_margin(function, sm_margin, None)
-    mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2, dx_out)
+    shape = checks.check_backward(options, layouts)
+    checks.check_sm_margin(function, options.sm_margin, None)
+    mask = checks.check_output_mask(function, options.returns, 3 if options.norm == "layer_norm" else 2, dx_out)
     if dx_out is not None:
-        _check_out(function, "dx_out", named, layouts, len(shape))
-    wanted = [name for name, one in zip(("x", "weight", "bias"), mask, strict=True) if one]
-    operation = affine("layer_norm" if subtracts_mean else "rms_norm", bool(zero_centered_gamma))
-    arrays = {name: array for name, array in named.items() if array is not None and name != "dx_out"}
-    parameter = x if weight is None else weight
+        _check_out(function, "dx_out", given, layouts, len(shape))
+    wanted = [name for name, is_wanted in zip(("x", "weight", "bias"), mask, strict=True) if is_wanted]
+    given = {name: array for name, array in given.items() if array is not None and name != "dx_out"}
+    x = given["x"]
+    parameter = given.get("weight", x)
     dtypes = {"x": x.dtype, "weight": parameter.dtype, "bias": parameter.dtype}
-    kinds = {name: "column" for name in ("weight",) if name in arrays}
-    gradients = _gradients(operation, arrays, wanted, kinds, dtypes, len(shape), x.dtype.name, function)
+    call = CallOptions(function, options.operation, s_dtype=x.dtype.name, ndim=len(shape))
+    gradients = _gradients(call, given, wanted, {"weight": "column"}, dtypes)
     if dx_out is not None:
         dx_out[...] = gradients["x"]
         gradients["x"] = dx_out
     return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: numpy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
+def forward(options: CallOptions, arrays: Arrays, eps: float, scale: Any = None) -> dict[str, numpy.ndarray]:
     """Run `Backend.forward`."""
-    of_x = layout(function, "x", x)
-    given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
-    broadcasting.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
+    function, operation, store = options.function, options.operation, options.store
+    x = layout(function, "x", arrays["x"])
+    operands = {name: _given(function, name, array) for name, array in arrays.items() if name != "x"}
+    broadcasting.check_operands(function, x, operands, demanded=options.demanded)
     eps = checks.check_eps(function, eps)
-    checks.check_sm_margin(function, sm_margin, None)
-    if float8:
-        check_rows(function, of_x, s_dtype)
-        if float8.granularity == "tensor":
-            scale = scale_of(numpy, operation, float8, x.shape[-1], operands, scale)
-    dtypes = dtype or of_x.dtype, s_dtype or of_x.dtype
-    by_name = _results(function, operation, x, operands, eps, dtypes, 1, float8, scale)
-    results = {name: by_name[name] for name in (float8.results(operation.returns) if float8 else operation.returns)}
-    return (results, by_name.get("mean"), by_name["rstd"]) if statistics else (results, None, None)
+    checks.check_sm_margin(function, options.sm_margin, None)
+    if store:
+        check_rows(function, x, options.s_dtype)
+        if store.granularity == "tensor":
+            scale = scale_of(numpy, operation, store, x.shape[-1], arrays, scale)
+    results = _results(options, arrays, eps, scale)
+    names = store.results(operation.returns) if store else operation.returns
+    return {name: results[name] for name in (*names, *(operation.statistics if options.statistics else ()))}
 
 
-def _results(
-    function: str,
-    operation: Operation,
-    x: numpy.ndarray,
-    operands: Mapping[str, Any],
-    eps: float,
-    dtypes: tuple[str, str],
-    ndim: int,
-    store: Float8Store | None,
-    scale: Any,
-) -> dict[str, numpy.ndarray]:
-    """All results and statistics by name, y left out where bytes alone are stored. `dtypes`: of y and of s; `ndim` axes
-    are normalised.
-    """
-    operation = operation.given(operands)
-    y_dtype, row_dtype = (numpy_dtype(function, name) for name in dtypes)
+def _results(options: CallOptions, arrays: Arrays, eps: float, scale: Any) -> dict[str, numpy.ndarray]:
+    """Return all results and statistics by name, without y where bytes alone are stored."""
+    operation, store, ndim = options.operation.given(arrays), options.store, options.ndim
+    x = arrays["x"]
+    names = options.dtype or x.dtype.name, options.s_dtype or x.dtype.name
+    y_dtype, row_dtype = (numpy_dtype(options.function, name) for name in names)
     axes, leading = tuple(range(x.ndim - ndim, x.ndim)), x.shape[: x.ndim - ndim]
-    values = {name: _wide(name, array, x.shape) for name, array in {"x": x, **operands}.items()}
+    values = {name: _wide(name, array, x.shape) for name, array in arrays.items()}
     results: dict[str, numpy.ndarray] = {}
     with numpy.errstate(all="ignore"):
         rows = values["x"]
@@ -181,51 +143,43 @@ def _results(
     return {name: _contiguous(array) for name, array in results.items()}
 
 
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> dict[str, numpy.ndarray]:
+def backward(options: CallOptions, arrays: Arrays, wanted: Sequence[str]) -> dict[str, numpy.ndarray]:
     """Run `Backend.backward`."""
-    checks.check_sm_margin(function, sm_margin, None)
+    function, operation = options.function, options.operation
+    checks.check_sm_margin(function, options.sm_margin, None)
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     given = {name: _given(function, name, array) for name, array in arrays.items()}
-    of_x = layout(function, "x", arrays["x"])
+    x = layout(function, "x", arrays["x"])
     operands = {name: given[name] for name in operation.operands if name in given}
-    kinds = broadcasting.check_operands(function, of_x, operands, demanded=demanded)
+    kinds = broadcasting.check_operands(function, x, operands, demanded=options.demanded)
     s = given.get("s")
-    row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else of_x.dtype)
+    row_dtype = options.s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
     broadcasting.check_backward(function, operation, given, row_dtype)
     compute = numpy.dtype(compute_dtype(row_dtype))
     dtypes = {
         name: compute if kinds.get(name) == "scalar" else getattr(arrays.get(name, arrays["x"]), "dtype", compute)
         for name in wanted
     }
-    names = {name: of.dtype for name, of in given.items() if isinstance(of, Layout)}
+    names = {name: array.dtype for name, array in given.items() if isinstance(array, Layout)}
     same = broadcasting.same_gradients(operation, wanted, operands, kinds, names)
-    gradients = _gradients(
-        operation, arrays, tuple(dict.fromkeys(same.values())), kinds, dtypes, 1, row_dtype, function
-    )
-    return {name: gradients[of] for name, of in same.items()}
+    computed = tuple(dict.fromkeys(same.values()))
+    gradients = _gradients(options._replace(s_dtype=row_dtype), arrays, computed, kinds, dtypes)
+    return {name: gradients[source] for name, source in same.items()}
 
 
 def _gradients(
-    operation: Operation,
-    arrays: Mapping[str, Any],
+    options: CallOptions,
+    arrays: Arrays,
     wanted: Sequence[str],
     kinds: Mapping[str, str],
     dtypes: Mapping[str, numpy.dtype],
-    ndim: int,
-    row_dtype: str,
-    function: str,
 ) -> dict[str, numpy.ndarray]:
-    """The gradients `wanted` by name, each in its dtype of `dtypes`. An operand that was left out is a column."""
+    """Return the gradients `wanted` by name, each in its dtype of `dtypes`. An operand that was left out is a column.
+
+    The options have the dtype of the normalised rows as s_dtype.
+    """
+    operation, ndim = options.operation, options.ndim
     present = [name for name in operation.operands if name in arrays]
     derivatives = derivative(operation, wanted, present)
     shape = arrays["x"].shape
@@ -235,7 +189,10 @@ def _gradients(
     with numpy.errstate(all="ignore"):
         rows = values.get("s", values["x"])
         if "s" not in values and operation.prologue is not None:
-            rows = rounded(_full(operation.prologue, values, shape), numpy_dtype(function, row_dtype))
+            rows = rounded(
+                _full(operation.prologue, values, shape),
+                numpy_dtype(options.function, options.s_dtype or arrays["x"].dtype.name),
+            )
             rows = rows.astype(numpy.float64)
         mean, rstd = (numpy.expand_dims(values[name], axes) if name in values else 0 for name in ("mean", "rstd"))
         values["xhat"] = (rows - mean) * rstd
@@ -257,7 +214,7 @@ def _gradients(
 def _summed(
     gradient: numpy.ndarray, name: str, arrays: Mapping[str, Any], kinds: Mapping[str, str], ndim: int
 ) -> numpy.ndarray:
-    """The gradient of an operand, in its shape, of that by elements."""
+    """Return the gradient of an operand, in its shape, from that of each of the elements that it stands for."""
     kind = "full" if name == "x" else kinds.get(name, "column")
     if kind == "full":
         return gradient
@@ -295,12 +252,12 @@ def _contiguous(array: numpy.ndarray) -> numpy.ndarray:
 
 
 def _full(expression: Expression, values: Mapping[str, Any], shape: tuple[int, ...]) -> numpy.ndarray:
-    """The value of an expression for every element of x."""
+    """Return the value of an expression for every element of x."""
     return numpy.broadcast_to(evaluate(expression, values, numpy), shape)
 
 
 def layout(function: str, name: str, array: Any) -> Layout:
-    """The layout of a NumPy array; TypeError for anything else."""
+    """Return the layout of a NumPy array; raise TypeError for anything else."""
     if not isinstance(array, numpy.ndarray) or isinstance(array, numpy.ma.MaskedArray):
         must_be = "a NumPy array" if name == "x" else "a NumPy array, as x is"
         raise TypeError(f"{function}: {name} must be {must_be}; got {type(array).__name__}. Convert it.")
@@ -311,8 +268,8 @@ def layout(function: str, name: str, array: Any) -> Layout:
 def _check_out(
     function: str, name: str, named: Mapping[str, numpy.ndarray], layouts: Mapping[str, Layout], ndim: int
 ) -> None:
-    """Check an array that is written, named in errors."""
-    inputs = [(one, layouts[one], pointer(named[one])) for one in layouts if one != name]
+    """Check the array of this name, which is written to."""
+    inputs = [(other, layouts[other], pointer(named[other])) for other in layouts if other != name]
     out = named[name]
     checks.check_out_memory(function, name, layouts[name], pointer(out), inputs, ndim)
     if not out.flags.writeable:
@@ -336,8 +293,10 @@ def numpy_dtype(function: str, name: str) -> numpy.dtype:
 
 
 def sum_of_rows(values: numpy.ndarray, leading: int) -> numpy.ndarray:
-    """The sum over the first axes. NumPy adds in pairs only along contiguous memory; elsewhere one by one, with an
-    error that grows with the number of rows.
+    """Return the sum over the `leading` first axes.
+
+    NumPy adds in pairs only along contiguous memory. Elsewhere it adds one by one, with an error that grows with the
+    number of rows.
     """
     shape = values.shape[leading:]
     columns = numpy.ascontiguousarray(values.reshape(math.prod(values.shape[:leading]), math.prod(shape)).T)
@@ -345,8 +304,10 @@ def sum_of_rows(values: numpy.ndarray, leading: int) -> numpy.ndarray:
 
 
 def rounded(values: numpy.ndarray, dtype: numpy.dtype) -> numpy.ndarray:
-    """float64 values in `dtype`, rounded once. ml_dtypes takes two steps to bfloat16, by way of float32: rounding the
-    first to odd (cut off, and the last bit set if anything was lost) makes the second right.
+    """Round float64 values to `dtype` once.
+
+    ml_dtypes takes two steps to bfloat16, by way of float32. The second is right if the first rounds to odd: it cuts
+    off, and sets the last bit if anything was lost.
     """
     if dtype.name != "bfloat16":
         return values.astype(dtype)
@@ -361,7 +322,7 @@ def rounded(values: numpy.ndarray, dtype: numpy.dtype) -> numpy.ndarray:
 def quantise(
     y: numpy.ndarray, granularity: str | int, name: str, scale: Any = None
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The bytes of float32 rows, y[rows, cols], and what makes numbers of them again."""
+    """Return the bytes of float32 rows, y[rows, cols], and the scales that make numbers of them again."""
     rows, cols = y.shape
     largest_number = numpy.float32(FLOAT8[name])
     with numpy.errstate(all="ignore"):

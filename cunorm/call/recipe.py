@@ -1,5 +1,6 @@
-"""How a call runs on a GPU, worked out once from layouts and options alone: for CuPy, and for frameworks whose memory
-and streams are their own.
+"""Recipes: how a call runs on a GPU, worked out once from layouts and options alone.
+
+They serve CuPy, and frameworks with memory and streams of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 from .. import logs
 from ..kernel.device import Device
-from ..operation import Operation
 from ..plan.forward import fits_norm_add_norm
 from ..plan.plan import plan
 from ..plan.problem import (
@@ -26,10 +26,11 @@ from ..plan.problem import (
 )
 from ..plan.steps import Plan
 from . import broadcasting, checks
+from .backend import CallOptions
 from .checks import Layout
-from .store import Float8Store, check_rows, scales_shape
+from .store import check_rows, scales_shape
 
-# Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
+# An array that is allocated: its name, its shape, and the name of its dtype or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]
 
 
@@ -72,10 +73,10 @@ class LaunchRecipe:
         written = tuple([(name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written])
         statistics = tuple([(name, rows, dtype) for name, _, dtype in self.statistics])
         allocated = tuple([(shape, dtype) for _, shape, dtype in (*written, *statistics)])[: len(self.allocated)]
-        found = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
+        recipe = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
         solution = plan(self.plan.problem.with_rows(math.prod(rows)), self.plan.device)
-        vars(found).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
-        return found
+        vars(recipe).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
+        return recipe
 
     @property
     def has_others(self) -> bool:
@@ -100,9 +101,9 @@ class LaunchRecipe:
 
 
 class Recipes:
-    """Recipes by keys: layouts and options, all that a recipe is made of.
+    """Recipes by keys, which have all that a recipe is made of: layouts and options.
 
-    `kept(key)` is the recipe that is kept, or None; a key that has no hash raises TypeError or ValueError.
+    `kept(key)` returns the recipe that is kept, or None. It raises TypeError or ValueError for a key without a hash.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Recipes:
         self.kept = self._kept.get
 
     def of(self, key: Hashable, make: Callable[..., Any], *arguments: object) -> Any:
-        """The recipe that is kept, or `make(*arguments)`: always where the key has no hash, as with a list in it."""
+        """Return the recipe that is kept, or make(*arguments), which is not kept for a key without a hash."""
         try:
             recipe = self._kept.get(key)
         except (TypeError, ValueError):
@@ -124,68 +125,65 @@ class Recipes:
 
 
 def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]) -> Hashable:
-    """What arrays have in common with those of another number of rows: matrices of the shape of x and numbers for its
-    rows, which lie close, and vectors. None of others, of a single row, of which a matrix is a vector too, and of as
-    many rows as columns, where a vector may be either.
+    """Return what arrays have in common with those of calls with another number of rows; None where that is not known.
+
+    It is known of contiguous matrices of the shape of x, of contiguous numbers for its rows, and of vectors. It is not
+    known of a single row, where a matrix is a vector too, nor of as many rows as columns, where a vector may be either.
     """
     if math.prod(x_shape[:-1]) < 2 or x_shape[:-1] == x_shape[-1:]:
         return None
-    found: list[Hashable] = [x_shape[-1]]
-    for one in given:
-        if not isinstance(one, Layout):
-            found.append(type(one))
-        elif one.shape in (x_shape, x_shape[:-1]) and checks.is_contiguous(one):
-            found.append((len(x_shape) - len(one.shape), one.dtype, one.device))
-        elif len(one.shape) == 1:
-            found.append(one)
+    parts: list[Hashable] = [x_shape[-1]]
+    for array in given:
+        if not isinstance(array, Layout):
+            parts.append(type(array))
+        elif array.shape in (x_shape, x_shape[:-1]) and checks.is_contiguous(array):
+            parts.append((len(x_shape) - len(array.shape), array.dtype, array.device))
+        elif len(array.shape) == 1:
+            parts.append(array)
         else:
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
 def of_any_rows(solution: Plan) -> bool:
-    """Return whether the number of rows changes nothing that kernels read or write but the length of matrices."""
+    """Return whether the number of rows changes only the length of the matrices that kernels read or write."""
     return solution.problem.operands.kinds <= {"full", "column", "statistic", "scalar", "seed"}
 
 
 def forward_recipe(
-    function: str,
-    operation: Operation,
+    options: CallOptions,
     given: Mapping[str, broadcasting.Given],
     device: Device,
     *,
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    sm_margin: int,
     aligned: bool,
-    float8: Float8Store | None = None,
-    ndim: int = 1,
     out: Layout | None = None,
 ) -> LaunchRecipe:
-    """Of the forward pass of x and the operands, `given`, which are checked here. `ndim` axes, the last ones of x, are
-    normalised; those of more than one are for operands that are all demanded. `out` is where y is written, if anywhere.
+    """Return the recipe of the forward pass of x and the operands, which are `given` and are checked here.
+
+    y is written to `out` if there is one. `aligned`: whether all that is read or written by vectors begins at multiples
+    of 16 bytes.
     """
+    function, operation, store, ndim = options.function, options.operation, options.store, options.ndim
     given = dict(given)
     x = given["x"]
     assert isinstance(x, Layout)
-    operands = {name: one for name, one in given.items() if name != "x"}
-    kinds, groups, broadcast = _kinds(function, x, given, operands, demanded, ndim)
+    operands = {name: operand for name, operand in given.items() if name != "x"}
+    kinds, groups, broadcast = _kinds(options, given, operands)
     leading, columns = x.shape[: len(x.shape) - ndim], x.shape[len(x.shape) - ndim :]
-    row_dtype = s_dtype or x.dtype
+    row_dtype = options.s_dtype or x.dtype
     compute = compute_dtype(row_dtype)
-    dtypes = _dtypes(given, compute) | {"y": dtype or x.dtype}
+    dtypes = _dtypes(given, compute) | {"y": options.dtype or x.dtype}
     if operation.prologue is not None or operation.second is not None:
         dtypes["s"] = row_dtype
     kinds_of_kernels, returns, shapes = _of_kernels(kinds), operation.returns, {}
-    if float8:
-        check_rows(function, x, s_dtype)
-        dtypes |= {"y8": float8.format, "y8_scale": "float32"}
-        if not float8.wide:
+    if store:
+        check_rows(function, x, options.s_dtype)
+        dtypes |= {"y8": store.format, "y8_scale": "float32"}
+        if not store.wide:
             del dtypes["y"]
-        kinds_of_kernels["y8_scale"] = SCALES[float8.granularity]
-        shapes["y8_scale"] = scales_shape(float8.granularity, leading, math.prod(columns))
-        returns = float8.written(returns)
+        kinds_of_kernels["y8_scale"] = SCALES[store.granularity]
+        shapes["y8_scale"] = scales_shape(store.granularity, leading, math.prod(columns))
+        returns = store.written(returns)
     out_rows = None if out is None else checks.row_strides(out, ndim)
     task = forward_problem(
         operation,
@@ -195,14 +193,14 @@ def forward_recipe(
         kinds=kinds_of_kernels,
         strides=_strides(given, kinds, ndim) | ({} if out_rows is None else {"y": out_rows}),
         groups=groups,
-        sm_margin=checks.check_sm_margin(function, sm_margin, device.sms),
+        sm_margin=checks.check_sm_margin(function, options.sm_margin, device.sms),
         aligned=aligned,
     )
     temporary = out is not None and out_rows is None
     return LaunchRecipe(
         plan=plan(task, device) if task.rows else None,
         expanded=tuple(broadcast.items()),
-        copies=_copies(function, given, kinds, ndim, {"out": out} if temporary else {}),
+        copies=_copies(options, given, kinds, {"out": out} if temporary else {}),
         written=tuple((name, shapes.get(name, x.shape), dtypes[name]) for name in returns),
         statistics=tuple((name, leading, compute) for name in operation.statistics),
         temporary=temporary,
@@ -218,33 +216,29 @@ def runs_norm_add_norm(x: Layout, s_dtype: str | None) -> bool:
 
 
 def backward_recipe(
-    function: str,
-    operation: Operation,
+    options: CallOptions,
     given: Mapping[str, broadcasting.Given],
     wanted: Collection[str],
     device: Device,
     *,
-    demanded: broadcasting.Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
     aligned: bool,
-    ndim: int = 1,
-    dtypes_of_gradients: Mapping[str, str] | None = None,
     out: Layout | None = None,
 ) -> LaunchRecipe:
-    """Of the gradients `wanted`. `given`: x, dy, ds, s, mean, rstd and the operands, absent where there is none; they
-    are checked here. `ndim` and `out`, where dx is written, as of `forward_recipe`; a gradient has the dtype of what it
-    is of, of an operand that is absent that of x, unless `dtypes_of_gradients` says otherwise.
+    """Return the recipe of the gradients `wanted`, each in the dtype of what it is the gradient of.
+
+    `given` are x, dy, ds, s, mean, rstd and the operands, as far as there are any; they are checked here. dx is written
+    to `out` if there is one, and `aligned` is as of `forward_recipe`.
     """
+    function, operation, ndim = options.function, options.operation, options.ndim
     given = dict(given)
     x = given["x"]
     assert isinstance(x, Layout)
     operands = {name: given[name] for name in operation.operands if name in given}
-    shapes = {name: (one.shape, one.dtype) for name, one in operands.items() if isinstance(one, Layout)}
-    kinds, groups, broadcast = _kinds(function, x, given, operands, demanded, ndim)
+    shapes = {name: (operand.shape, operand.dtype) for name, operand in operands.items() if isinstance(operand, Layout)}
+    kinds, groups, broadcast = _kinds(options, given, operands)
     leading, columns = x.shape[: len(x.shape) - ndim], x.shape[len(x.shape) - ndim :]
     s = given.get("s")
-    row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
+    row_dtype = options.s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
     broadcasting.check_backward(function, operation, given, row_dtype, ndim)
     compute = compute_dtype(row_dtype)
     zeros = None
@@ -254,9 +248,9 @@ def backward_recipe(
     dtypes = _dtypes(given, compute)
     if operation.prologue is not None:
         dtypes["s"] = row_dtype
+    left_out = options.left_out or x.dtype
     # A gradient that is added up afterwards is not rounded before.
-    of = {name: compute if name in broadcast else dtypes.get(name, x.dtype) for name in wanted}
-    of |= dtypes_of_gradients or {}
+    of = {name: compute if name in broadcast else dtypes.get(name, left_out) for name in wanted}
     same = broadcasting.same_gradients(operation, wanted, operands, kinds, of)
     computed = tuple(dict.fromkeys(same.values()))
     out_rows = None if out is None else checks.row_strides(out, ndim)
@@ -269,7 +263,7 @@ def backward_recipe(
         kinds=_of_kernels(kinds),
         strides=_strides(given, kinds, ndim) | ({} if out_rows is None else {"dx": out_rows}),
         groups=groups,
-        sm_margin=checks.check_sm_margin(function, sm_margin, device.sms),
+        sm_margin=checks.check_sm_margin(function, options.sm_margin, device.sms),
         aligned=aligned,
     )
     if out_rows is not None:
@@ -277,14 +271,14 @@ def backward_recipe(
     temporary = out is not None and out_rows is None
     written = []
     for name in computed:
-        one = given.get(name) if name in broadcast or name not in operands else operands[name]
-        number = isinstance(one, float)
-        shape = one.shape if isinstance(one, Layout) else columns  # of a number the sums of columns; or one left out
-        written.append((f"d{name}", shape, compute if number else of[name]))
+        source = given.get(name) if name in broadcast or name not in operands else operands[name]
+        # The kernel writes the sums of columns for a number, and for an operand that was left out.
+        shape = source.shape if isinstance(source, Layout) else columns
+        written.append((f"d{name}", shape, compute if isinstance(source, float) else of[name]))
     return LaunchRecipe(
         plan=plan(task, device) if task.rows and computed else None,
         expanded=tuple(broadcast.items()),
-        copies=_copies(function, given, kinds, ndim, {"dx_out": out} if temporary else {}),
+        copies=_copies(options, given, kinds, {"dx_out": out} if temporary else {}),
         written=tuple(written),
         dy=zeros,
         gradients=tuple((name, f"d{same[name]}") for name in wanted),
@@ -300,101 +294,100 @@ def backward_recipe(
 
 
 def scalars_of(solution: Plan, numbers: Mapping[str, Any]) -> list[float]:
-    """The numbers that a launch takes, each rounded to the arithmetic; infinite where that cannot hold it."""
+    """Return the numbers that a launch takes, as `rounded` gives them."""
     return rounded(solution, *(numbers[name] for name in solution.problem.scalars))
 
 
-def rounded(solution: Plan, *values: float) -> list[float]:
-    """Numbers, each rounded to the arithmetic; infinite where that cannot hold it."""
+def rounded(solution: Plan, *numbers: float) -> list[float]:
+    """Return numbers, each rounded to the arithmetic of a plan; infinite where that cannot hold it."""
+    is_double = solution.problem.compute == "float64"
     try:
-        return [float(one) if solution.problem.compute == "float64" else ctypes.c_float(one).value for one in values]
+        return [float(number) if is_double else ctypes.c_float(number).value for number in numbers]
     except OverflowError:
         raise ValueError("cunorm: an operand must be finite; got a number beyond 1.8e308.") from None
 
 
 def _dtypes(given: Mapping[str, broadcasting.Given], compute: str) -> dict[str, str]:
     """Return dtypes by name; a number is passed in the dtype of the arithmetic."""
-    return {name: one.dtype if isinstance(one, Layout) else compute for name, one in given.items()}
+    return {name: layout.dtype if isinstance(layout, Layout) else compute for name, layout in given.items()}
 
 
-def _full(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
-    """The arrays that are read by rows."""
+def _read_by_rows(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
+    """Return the arrays that kernels read row by row."""
     of_rows = ("full", "expanded", "per_row")
-    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in of_rows}
-    return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
+    names = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in of_rows}
+    return {name: layout for name, layout in given.items() if name in names and isinstance(layout, Layout)}
 
 
 def _strides(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str], ndim: int) -> dict[str, RowStrides]:
-    """Return strides from row to row, or vector to vector, of the arrays that are read so and not copied."""
-    found = {name: _row_strides(one, ndim) for name, one in _full(given, kinds).items()}
-    found |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
-    return {name: strides for name, strides in found.items() if strides is not None}
+    """Return strides from row to row, or from vector to vector, of the arrays that are read so and not copied."""
+    strides = {name: _row_strides(layout, ndim) for name, layout in _read_by_rows(given, kinds).items()}
+    strides |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
+    return {name: stride for name, stride in strides.items() if stride is not None}
 
 
 def _copies(
-    function: str,
+    options: CallOptions,
     given: Mapping[str, broadcasting.Given],
     kinds: Mapping[str, str],
-    ndim: int,
     written: Mapping[str, Layout | None],
 ) -> tuple[str, ...]:
-    """The arrays whose rows, or that as vectors, do not lie as kernels read them. `written`: what is copied afterwards,
-    by the name by which the caller knows it.
+    """Return the arrays that are copied, as their rows or they as vectors do not lie as kernels read them.
+
+    `written` are those that are copied afterwards, by the name by which the caller knows them.
     """
-    full = _full(given, kinds)
+    by_rows = _read_by_rows(given, kinds)
 
-    def strides(name: str, one: Layout) -> RowStrides | None:
-        if name in full:
-            return _row_strides(one, ndim)
-        return _vector_strides(one) if kinds.get(name) == "group" else checks.row_strides(one, len(one.shape))
+    def strides(name: str, layout: Layout) -> RowStrides | None:
+        if name in by_rows:
+            return _row_strides(layout, options.ndim)
+        return _vector_strides(layout) if kinds.get(name) == "group" else checks.row_strides(layout, len(layout.shape))
 
-    copies = {name: one for name, one in given.items() if isinstance(one, Layout) and strides(name, one) is None}
-    of_log = {**copies, **written}
-    logs.copied(function, of_log, of_log.values(), [True] * len(of_log))
+    arrays = {name: layout for name, layout in given.items() if isinstance(layout, Layout)}
+    copies = {name: layout for name, layout in arrays.items() if strides(name, layout) is None}
+    logged = {**copies, **written}
+    logs.copied(options.function, logged, logged.values(), [True] * len(logged))
     return tuple(copies)
 
 
 def _kinds(
-    function: str,
-    x: Layout,
-    given: dict[str, broadcasting.Given],
-    operands: dict[str, broadcasting.Given],
-    demanded: broadcasting.Kinds,
-    ndim: int,
+    options: CallOptions, given: dict[str, broadcasting.Given], operands: dict[str, broadcasting.Given]
 ) -> tuple[dict[str, str], Groups | None, dict[str, tuple[int, ...]]]:
-    """The kinds of operands, the groups of rows of some, and to which shapes some are broadcast.
+    """Return the kinds of operands, the groups of rows of some, and the shapes to which some are broadcast.
 
-    `given` gets the layouts of these.
+    `given` gets the layouts of what is broadcast.
     """
-    kinds = broadcasting.check_operands(function, x, operands, demanded=demanded, ndim=ndim)
+    function, x = options.function, given["x"]
+    assert isinstance(x, Layout)
+    kinds = broadcasting.check_operands(function, x, operands, demanded=options.demanded, ndim=options.ndim)
     groups = broadcasting.groups_of(x, operands, kinds)
     broadcast = {}
     for name, kind in kinds.items():
-        one = given[name]
+        layout = given[name]
         if kind not in ("expanded", "per_row"):
             continue
-        assert isinstance(one, Layout)
-        repeated = broadcasting.broadcast_axes(one.shape, x.shape)
+        assert isinstance(layout, Layout)
+        repeated = broadcasting.broadcast_axes(layout.shape, x.shape)
         shape = x.shape if kind == "expanded" else (*x.shape[:-1], 1)
         if kind == "expanded":
-            logs.expanded(function, name, one.shape, x.shape)
+            logs.expanded(function, name, layout.shape, x.shape)
         if kind == "expanded" or repeated != (len(x.shape) - 1,):
             broadcast[name] = shape
-        own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
-        strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(own))
-        given[name] = Layout(shape, strides, one.dtype, one.device)
+        padded = (0,) * (len(x.shape) - len(layout.strides)) + layout.strides
+        strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(padded))
+        given[name] = Layout(shape, strides, layout.dtype, layout.device)
     return kinds, groups, broadcast
 
 
 def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the kinds that kernels know: what is expanded is full."""
+    """Return the kinds as kernels know them: what is expanded is full."""
     return {name: "full" if kind == "expanded" else kind for name, kind in kinds.items()}
 
 
 def _vector_strides(given: broadcasting.Given) -> RowStrides | None:
-    """Return the stride from vector to vector, where one stride leads there."""
-    found = checks.row_strides(given, 1) if isinstance(given, Layout) else None
-    return None if found is None or found.inner else found
+    """Return the stride from vector to vector, None where no single stride leads there."""
+    strides = checks.row_strides(given, 1) if isinstance(given, Layout) else None
+    return None if strides is None or strides.inner else strides
 
 
 def _row_strides(layout: Layout, ndim: int = 1) -> RowStrides | None:

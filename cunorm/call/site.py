@@ -1,9 +1,8 @@
 """The call site: a function whose text is made from the number of arrays that a call takes and returns.
 
-A loop over operands costs a call of 2 us as much again, so the loop is run here, once, over lines of text. A site looks
-for the recipe of what it is given, allocates and launches. Whatever is not of everyday (a recipe that is not kept yet,
-a number for an operand, an array that must be copied, another device) it leaves to `run` of the module that it is made
-for, which does the same for any call.
+A loop over operands would double the 2 us of a call, so the loop runs here, once, over lines of text. A site looks up
+the recipe of what it is given, allocates and launches. It leaves any other call to `run` of the module that it is made
+for: one whose recipe is not kept yet, or with a number for an operand, an array to copy, or another current device.
 """
 
 from __future__ import annotations
@@ -11,19 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 SITE = """
-def site(call, eps, out, {arrays}):
+def site(call, eps, out, arrays):
+    {arrays}, = arrays
     try:
         low = 0{described}
         key = (
-            call, eps, type(eps), low % 16 == 0 or aligned(call, ({arrays},), out), {layouts}
+            call, eps, type(eps), low % 16 == 0 or aligned(call, arrays, out), {layouts}
         )
         recipe = _recipes.kept(key)
     except (AttributeError, TypeError, ValueError):  # no array, or no hash
         recipe = key = None
     if recipe is None or recipe.everyday_on != _current_device():
-        return run(call, eps, out, ({arrays},), key)
+        return run(call, eps, out, arrays, key)
     if low % recipe.widest:
-        check_addresses(call, ({arrays},), out)
+        check_addresses(call, arrays, out)
 {allocated}
     device_id = recipe.device_id
 {workspace}
@@ -31,7 +31,7 @@ def site(call, eps, out, {arrays}):
         recipe.plan,
         device_id,
         _current_stream(device_id).ptr,
-        recipe.order(({pointers}, recipe.eps, 0, 0)),  # null for either statistic that nobody asked for
+        recipe.order(({pointers}, recipe.eps, 0, 0)),  # null for a statistic that is not wanted
         {workspace_pointer}
     )
     return {results}
@@ -39,20 +39,21 @@ def site(call, eps, out, {arrays}):
 
 
 def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str:
-    """Of a call that takes and returns so many arrays; None for as many as its recipe says. `out`: the first result may
-    be given memory.
+    """Return the text of the site of calls that take and return so many arrays.
+
+    None stands for as many results as the recipe says. With `out` the call may give memory for the first result.
     """
     names = [f"array{i}" for i in range(arrays)]
     described = [*names, "out"] if out else names
     pointers = [f"{name}_pointer" for name in names]
     if results is None:
-        allocated = "    found = [cupy.ndarray(shape, dtype) for shape, dtype in recipe.allocated]\n"
-        pointers.append("*[result.data.ptr for result in found]")
-        returned = "[found[place] for place in recipe.places]"
+        allocated = "    results = [cupy.ndarray(shape, dtype) for shape, dtype in recipe.allocated]\n"
+        pointers.append("*[result.data.ptr for result in results]")
+        returned = "[results[place] for place in recipe.places]"
     else:
-        found = [f"result{i}" for i in range(results)]
-        lines = [f"    {''.join(f'({name}_shape, {name}_dtype), ' for name in found)}= recipe.allocated"]
-        lines += [f"    {name} = cupy.ndarray({name}_shape, {name}_dtype)" for name in found]
+        names_of_results = [f"result{i}" for i in range(results)]
+        lines = [f"    {''.join(f'({name}_shape, {name}_dtype), ' for name in names_of_results)}= recipe.allocated"]
+        lines += [f"    {name} = cupy.ndarray({name}_shape, {name}_dtype)" for name in names_of_results]
         if out:
             given = ", ".join(f"{name}_pointer" for name in described)
             lines[1] = (
@@ -62,9 +63,9 @@ def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str
                 f"        check_out(call, recipe, ({given}))\n"
                 "        result0 = out"
             )
-        allocated = "\n".join(lines) if found else ""
-        pointers += [f"{name}.data.ptr" for name in found]
-        returned = f"({', '.join(found)},)" if found else "()"
+        allocated = "\n".join(lines) if names_of_results else ""
+        pointers += [f"{name}.data.ptr" for name in names_of_results]
+        returned = f"({', '.join(names_of_results)},)" if names_of_results else "()"
     return SITE.format(
         arrays=", ".join(names),
         described="".join(map(_described, described)),
@@ -78,7 +79,7 @@ def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str
 
 
 def _described(name: str) -> str:
-    """The lines that describe an array, which may be absent."""
+    """Return the lines that describe an array, which may be absent."""
     return f"""
         if {name} is None:
             {name}_pointer, {name}_layout = 0, None
@@ -90,8 +91,8 @@ def _described(name: str) -> str:
 
 
 def made(module: dict[str, Any], arrays: int, results: int | None, *, out: bool, workspace: bool) -> Any:
-    """The function, whose names are those of a module: as if its text stood there."""
+    """Return the site with the names of a module, as if its text stood there."""
     code = compile(text(arrays, results, out=out, workspace=workspace), f"<site of {arrays} arrays>", "exec")
-    found: dict[str, Any] = {}
-    exec(code, module, found)
-    return found["site"]
+    namespace: dict[str, Any] = {}
+    exec(code, module, namespace)
+    return namespace["site"]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of norms with FP8 output, and the numbers that all frameworks share."""
+"""How FP8 output is stored: checks of the arguments, and the numbers that all frameworks share."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MOST_MULTIPLIER = 2.0**100  # kernels_cu/rows/float8.cuh: beyond it a row counts
 
 
 class Float8Store(NamedTuple):
-    """How an operation writes FP8 output: y8, and y8_scale. y itself is written only if it is `wide`."""
+    """How an operation writes FP8 output, y8 and y8_scale. y itself is written too if the store is `wide`."""
 
     format: str  # a key of FLOAT8
     granularity: str | int
     wide: bool
 
     def results(self, returns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of what a call returns for `returns`, in order."""
+        """Return the names of what a call returns, in order, with FP8 output in place of y among `returns`."""
         of_y = ("y8", "y8_scale", *(("y",) if self.wide else ()))
-        return tuple(one for name in returns for one in (of_y if name == "y" else (name,)))
+        return tuple(result for name in returns for result in (of_y if name == "y" else (name,)))
 
     def written(self, returns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the same names without a scale for all of y, which is read."""
-        found = self.results(returns)
-        return tuple(name for name in found if name != "y8_scale" or self.granularity != "tensor")
+        """Return the same names without a scale for all of y, as kernels read that."""
+        results = self.results(returns)
+        return tuple(name for name in results if name != "y8_scale" or self.granularity != "tensor")
 
 
 def check_x(function: str, x: Layout) -> None:
@@ -48,7 +48,7 @@ def check_rows(function: str, x: Layout, s_dtype: str | None) -> None:
 
 
 def check_format(function: str, dtype: object) -> str:
-    """The full name of the format."""
+    """Return the full name of the format."""
     named = isinstance(dtype, str)
     name = dtype if named else getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     name = str(name).removeprefix("torch.")
@@ -94,7 +94,7 @@ def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) ->
 def largest_normalised(subtracts_mean: bool, cols: int) -> float:
     """Return what none of cols numbers with mean square 1 exceeds, with mean 0 or without a mean.
 
-    sqrt(cols - 1) with mean 0: where one is that large, the others share what is left.
+    With mean 0 that is sqrt(cols - 1): the other numbers then add up to minus the largest.
     """
     return math.sqrt(max(1, cols - 1) if subtracts_mean else cols)
 
@@ -102,10 +102,9 @@ def largest_normalised(subtracts_mean: bool, cols: int) -> float:
 def scale_of(
     xp: Any, operation: Operation, float8: Float8Store, cols: int, operands: Mapping[str, Any], scale: Any
 ) -> Any:
-    """The scale of all of y, where it has one: an array without axes.
+    """Return the one scale of all of y, an array without axes.
 
-    That which is given, or of an affine operation (operation.py) the one that no value exceeds. `xp` is numpy, cupy or
-    jax.numpy.
+    It is the given one, or of an affine operation the one that no value exceeds. `xp` is numpy or cupy.
     """
     if scale is not None:
         return xp.asarray(scale, "float32").reshape(())
@@ -130,5 +129,5 @@ def static_scale(
     bound = abs(gamma + 1 if zero_centered_gamma else gamma) * largest_normalised(layer_norm, cols)
     if bias is not None:
         bound = bound + abs(bias.astype("float32"))
-    found = (bound.max() / largest).astype("float32")
-    return xp.where(found > 0, found, xp.ones((), "float32"))
+    scale = (bound.max() / largest).astype("float32")
+    return xp.where(scale > 0, scale, xp.ones((), "float32"))

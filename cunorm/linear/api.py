@@ -76,21 +76,20 @@ def layer_norm_linear(
     array([[-1.449]])
     """
     name = "layer_norm_linear"
-    parameters = (weight, bias, ln_weight, ln_bias)
-    if fp8 is not None:
-        if fp8 != "row":
-            raise ValueError(f"{name}: fp8 must be None or 'row'; got {fp8!r}.")
-        op = linear_problem.op(name, normalization, ln_bias)
-        eps = checks.check_eps(name, eps)
-        in_8_bits = getattr(products_of(name, x), "forward_float8", None)
-        if in_8_bits is None:
-            raise NotImplementedError(
-                f"{name}: x must be an array of a library that this function knows, as NumPy and CuPy; got "
-                f"{type(x).__name__}. Pass CuPy arrays (cupy.from_dlpack)."
-            )
-        return in_8_bits(name, op, x, *parameters, eps, zero_centered_gamma=zero_centered_gamma)
-    y, _, _ = _forward(name, x, parameters, eps, normalization, zero_centered_gamma, False)
-    return y
+    if fp8 not in (None, "row"):
+        raise ValueError(f"{name}: fp8 must be None or 'row'; got {fp8!r}.")
+    options = _options(name, normalization, ln_bias, eps, zero_centered_gamma)
+    arrays = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    products = products_of(name, x)
+    if fp8 is None:
+        return products.forward(options, arrays)[0]
+    in_8_bits = getattr(products, "forward_float8", None)
+    if in_8_bits is None:
+        raise NotImplementedError(
+            f"{name}: x must be an array of a library that this function knows, as NumPy and CuPy; got "
+            f"{type(x).__name__}. Pass CuPy arrays (cupy.from_dlpack)."
+        )
+    return in_8_bits(options, arrays)
 
 
 def layer_norm_linear_forward(
@@ -122,8 +121,9 @@ def layer_norm_linear_forward(
     (array([2.]), array([1.225]))
     """
     name = "layer_norm_linear_forward"
-    parameters = (weight, bias, ln_weight, ln_bias)
-    y, mean, rstd = _forward(name, x, parameters, eps, normalization, zero_centered_gamma, True)
+    options = _options(name, normalization, ln_bias, eps, zero_centered_gamma)._replace(statistics=True)
+    arrays = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    y, mean, rstd = products_of(name, x).forward(options, arrays)
     return y, mean if normalization == "LayerNorm" else None, rstd
 
 
@@ -178,34 +178,14 @@ def layer_norm_linear_backward(
     (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
     """
     name = "layer_norm_linear_backward"
-    op = linear_problem.op(name, normalization, ln_bias)
-    eps = checks.check_eps(name, eps)
-    return products_of(name, x).backward(
-        name,
-        op,
-        dy,
-        x,
-        mean,
-        rstd,
-        weight,
-        ln_weight,
-        ln_bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        output_mask=output_mask,
-    )
+    options = _options(name, normalization, ln_bias, eps, zero_centered_gamma)
+    arrays = {"dy": dy, "x": x, "mean": mean if options.norm == "layer_norm" else None, "rstd": rstd}
+    arrays |= {"weight": weight, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    return products_of(name, x).backward(options, arrays, output_mask)
 
 
-def _forward(
-    function: str,
-    x: Any,
-    parameters: tuple[Any, Any, Any, Any],
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    statistics: bool,
-):
-    op = linear_problem.op(function, normalization, parameters[-1])
-    eps = checks.check_eps(function, eps)
-    options = {"zero_centered_gamma": zero_centered_gamma, "statistics": statistics}
-    return products_of(function, x).forward(function, op, x, *parameters, eps, **options)
+def _options(
+    function: str, normalization: object, ln_bias: Any, eps: object, zero_centered_gamma: Any
+) -> linear_problem.LinearOptions:
+    norm = linear_problem.op(function, normalization, ln_bias)
+    return linear_problem.LinearOptions(function, norm, checks.check_eps(function, eps), zero_centered_gamma)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..call.dlpack import on_gpu, views
+from .problem import LinearOptions
 
 MODULE = "cunorm.linear.cupy_arrays"
 
 
-def forward(function: str, op: str, *arguments: Any, **options: Any):
+def forward(options: LinearOptions, arrays: Mapping[str, Any]) -> Any:
     """Run linear.cupy_arrays.forward on CuPy's views of the arrays."""
-    *arrays, eps = arguments
-    module = on_gpu(MODULE, function, arrays[0])
-    names = ("x", "weight", "bias", "ln_weight", "ln_bias")
-    return module.forward(function, op, *views(function, names, arrays), eps, **options)
+    module = on_gpu(MODULE, options.function, arrays["x"])
+    return module.forward(options, views(options.function, arrays))
 
 
-def backward(function: str, op: str, *arguments: Any, **options: Any):
+def backward(options: LinearOptions, arrays: Mapping[str, Any], output_mask: Any) -> Any:
     """Run linear.cupy_arrays.backward on CuPy's views of the arrays."""
-    *arrays, eps = arguments
-    module = on_gpu(MODULE, function, arrays[1])
-    names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
-    return module.backward(function, op, *views(function, names, arrays), eps, **options)
+    module = on_gpu(MODULE, options.function, arrays["x"])
+    return module.backward(options, views(options.function, arrays), output_mask)

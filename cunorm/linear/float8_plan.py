@@ -1,4 +1,4 @@
-"""Pure functions make launches of a problem and a device, for the kernels that cast operands of products to 8 bits."""
+"""Plans of the kernels that cast operands of products to 8 bits: pure functions of a problem and a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CastPlan:
-    """Launches in order, as norm.plan.Plan has them. Made once for a problem."""
+    """Launches in order, as plan.steps.Plan has them, made once for a problem."""
 
     problem: Names
     steps: tuple[Step, ...]
@@ -101,7 +101,7 @@ class ProductProblem:
 
 @lru_cache(maxsize=4096)
 def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
-    """The plan of a problem with at least one row and column."""
+    """Return the plan of a problem with at least one row and column."""
     return rows_plan(problem, rows_kernel(problem, device), device)
 
 
@@ -125,10 +125,10 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
             steps.append(_step(totals, (tiles, groups, 1), (*integers, width)))
     names = ("a", problem.given and "given", "bytes", not problem.given and "scales")
     names += (problem.sums and "sums", problem.maxima and "maxima")
-    asked = Names(tuple(name for name in names if name))
+    arguments = Names(tuple(name for name in names if name))
     if not wanted:
-        return CastPlan(asked, tuple(steps))
-    # Partial rows of sums, then of maxima.
+        return CastPlan(arguments, tuple(steps))
+    # The workspace has partial sums, then partial maxima.
     first, second = Pointer(WORKSPACE), Pointer(WORKSPACE, 4 * groups * width if problem.sums else 0)
     steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
     sum_dtype = problem.sum_dtype if problem.sums else "float32"
@@ -137,7 +137,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.overlaps_launches)
     steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))
     size = (4 * problem.sums + ITEMSIZE[problem.dtype] * problem.maxima) * groups * width
-    return CastPlan(asked, tuple(steps), size)
+    return CastPlan(arguments, tuple(steps), size)
 
 
 def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
@@ -249,5 +249,5 @@ def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
 
 
 def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:
-    """Every kernel of these plans, once."""
+    """Return every kernel of these plans, once."""
     return list(dict.fromkeys(step.spec for plan in plans for step in plan.steps if isinstance(step.spec, OtherSpec)))

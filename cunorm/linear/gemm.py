@@ -29,7 +29,7 @@ OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
 
 class Operand(NamedTuple):
-    """A matrix as cuBLAS knows it. `transposed`: its columns are contiguous, not its rows."""
+    """A matrix as cuBLAS knows it. If it is `transposed` its columns are contiguous, not its rows."""
 
     transposed: bool
     stride: int  # elements from one contiguous row (column) to the next
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None) -> cupy.ndarray:
-    """a b + bias, bias being one row; all of one dtype. float32 is TF32 where CuPy is set so."""
+    """Return a b + bias, where bias is one row, all of one dtype. float32 is TF32 where CuPy is set so."""
     out = cupy.empty((a.shape[0], b.shape[1]), a.dtype)
     if not _run("DEFAULT" if bias is None else "BIAS", a, b, out, bias):
         if bias is not None:
@@ -64,7 +64,7 @@ def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None)
 def multiply_rows(
     a: cupy.ndarray, b: cupy.ndarray, scales: tuple[cupy.ndarray, cupy.ndarray], bias: cupy.ndarray | None, dtype: Any
 ) -> cupy.ndarray:
-    """a bᵀ + bias of bytes in 8 bits, e4m3, each row of a and of b times its scale.
+    """Return a bᵀ + bias of bytes in e4m3, each row of a and of b times its scale.
 
     cuBLASLt adds no float32 bias to such a product. RuntimeError where it has none.
     """
@@ -86,7 +86,7 @@ def uses_tf32() -> bool:
 
 @cache
 def bindings() -> Any:
-    """nvmath-python's module of cuBLASLt, None where it is not installed."""
+    """Return nvmath-python's module of cuBLASLt, None where it is not installed."""
     try:
         return import_module("nvmath.bindings.cublasLt")
     except ImportError as error:
@@ -126,7 +126,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
             "layer_norm_linear: fp8='row' needs cuBLASLt of CUDA 12.9 or later through nvmath-python, which "
             f"{'is not installed' if lt is None else 'is too old'}. {INSTALL_LINEAR}; or leave fp8=None."
         )
-    pointers = [one.data.ptr for one in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
+    pointers = [array.data.ptr for array in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
     together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))
     alignment = min(256, together & -together)
     (rows, cols), inner = out.shape, a.shape[1]
@@ -144,7 +144,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
 
 
 def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> None:
-    """out = a b + beta out, by gemmEx."""
+    """Compute out = a b + beta out by gemmEx."""
     if 0 in out.shape:
         return
     if a.shape[1] == 0:
@@ -250,7 +250,7 @@ class Prepared:
         return made
 
     def _choose(self) -> Any:
-        """cuBLASLt's best guess, None where it has nothing."""
+        """Return cuBLASLt's best guess, None where it has nothing."""
         lt = bindings()
         preference = lt.matmul_preference_create()
         # Parts of a sum are added up before they are rounded.
@@ -260,17 +260,17 @@ class Prepared:
             attribute = lt.MatmulPreferenceAttribute[name]
             word = numpy.array([limit], lt.get_matmul_preference_attribute_dtype(attribute))
             lt.matmul_preference_set_attribute(preference, attribute, word.ctypes.data, word.itemsize)
-        found, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
+        result, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
         layouts = (self.b, self.a, self.out, self.out)
         try:
             lt.matmul_algo_get_heuristic(
-                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, found.ptr, count.ctypes.data
+                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, result.ptr, count.ctypes.data
             )
         except lt.cuBLASLtError:
             return None
         finally:
             lt.matmul_preference_destroy(preference)
-        return found if count[0] else None
+        return result if count[0] else None
 
     def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
         """Run on CuPy's current stream, and return whether cuBLASLt could."""
@@ -308,7 +308,7 @@ class Prepared:
 
 
 class _OfThread(threading.local):
-    """Python calls __init__ again in every thread: a descriptor holds pointers of a call, so each has its own."""
+    """The products of a thread, as a descriptor holds pointers of a call. Python calls __init__ in every thread."""
 
     def __init__(self) -> None:
         self.prepared = lru_cache(maxsize=KINDS)(Prepared)

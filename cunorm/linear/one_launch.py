@@ -1,4 +1,4 @@
-"""Plan y = z weightᵀ + bias of few rows in one launch, where z = norm(x) is never a tensor: which kernel, and when.
+"""Plans of y = z weightᵀ + bias for few rows in one launch, where z = norm(x) is never a tensor.
 
 The functions are pure and import no GPU library. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement
 says that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
@@ -68,7 +68,7 @@ TABLES: tuple[Table, ...] = (
 
 
 class Division(NamedTuple):
-    """How rows, columns and stages are divided: the template of the same name in the kernel's file."""
+    """How rows, columns and stages are divided, as in the template of the same name in the kernel's file."""
 
     rows: int
     cluster: int
@@ -136,12 +136,12 @@ class OneLaunch(OtherSpec):
 
     def parameters(self) -> dict[str, str]:
         kind = CPP_TYPE[self.dtype]
-        found = {"x": f"const {kind}*", "weight": f"const {kind}*"}
-        found |= {"bias": f"const {kind}*"} if self.biased else {}
-        found |= {f"ln_{name}": f"const {CPP_TYPE[dtype]}*" for name, dtype in self.affine}
-        found |= {"y": f"{kind}*", "z": f"{kind}*"}
-        found |= dict.fromkeys(NORMS[self.operation.norm].statistics, "float*")
-        return found | {"eps": "float"} | dict.fromkeys(("rows", "outs", "x_stride", "weight_stride"), "int64")
+        types = {"x": f"const {kind}*", "weight": f"const {kind}*"}
+        types |= {"bias": f"const {kind}*"} if self.biased else {}
+        types |= {f"ln_{name}": f"const {CPP_TYPE[dtype]}*" for name, dtype in self.affine}
+        types |= {"y": f"{kind}*", "z": f"{kind}*"}
+        types |= dict.fromkeys(NORMS[self.operation.norm].statistics, "float*")
+        return types | {"eps": "float"} | dict.fromkeys(("rows", "outs", "x_stride", "weight_stride"), "int64")
 
     def text(self) -> tuple[str, str]:
         present, kind = self.parameters(), CPP_TYPE[self.dtype]
@@ -211,7 +211,7 @@ def problem_of(
 ) -> LinearProblem | None:
     """Return the problem of arrays by their NAMES; None where rows do not lie as the kernel reads them."""
     x, weight = layouts["x"], layouts["weight"]
-    of_x, of_weight = (checks.row_strides(one, 1) for one in (x, weight))
+    of_x, of_weight = (checks.row_strides(matrix, 1) for matrix in (x, weight))
     vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
     if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
         return None
@@ -261,7 +261,10 @@ def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
     cluster = _measured(problem, device)
     if cluster is None or why_not(problem, device):
         return None
-    return next((plan(problem, device, one) for one in divisions(problem, device) if one.cluster == cluster), None)
+    return next(
+        (plan(problem, device, division) for division in divisions(problem, device) if division.cluster == cluster),
+        None,
+    )
 
 
 def _measured(problem: LinearProblem, device: Device) -> int | None:
@@ -277,9 +280,9 @@ def _measured(problem: LinearProblem, device: Device) -> int | None:
 
 def describe(problem: LinearProblem, device: Device) -> str:
     """Say in a sentence what runs."""
-    found = chosen(problem, device)
-    if found is not None:
-        return found.describe()
+    solution = chosen(problem, device)
+    if solution is not None:
+        return solution.describe()
     reason = why_not(problem, device) or f"one launch was not measured to win for it on {device.name}"
     return f"split, the norm's kernel and then the product: {reason}"
 
@@ -298,7 +301,7 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
     pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
     integers = (problem.rows, problem.outs, problem.x_stride, problem.weight_stride)
     step = Step(spec, (clusters * division.cluster, 1, 1), spec.dynamic_shared, pointers, ("eps",), integers)
-    return OneLaunchPlan(Names(tuple(one.name for one in pointers), ("eps",)), (step,))
+    return OneLaunchPlan(Names(tuple(pointer.name for pointer in pointers), ("eps",)), (step,))
 
 
 def divisions(problem: LinearProblem, device: Device) -> Iterator[Division]:
@@ -339,7 +342,8 @@ def _spec(problem: LinearProblem, division: Division, device: Device) -> OneLaun
 
 def row_shape(problem: LinearProblem, device: Device) -> RowShape:
     """Return the threads by which the norm's kernel adds a row up, as if they were one CTA."""
-    found = shape_of_rows(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
-    assert found is not None
-    vector_cols, threads, vectors = found[1].shape.order
-    return replace(found[1].shape, vector_cols=vector_cols, threads=threads, vectors=vectors, cluster=1)
+    tier_and_spec = shape_of_rows(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
+    assert tier_and_spec is not None
+    shape = tier_and_spec[1].shape
+    vector_cols, threads, vectors = shape.order
+    return replace(shape, vector_cols=vector_cols, threads=threads, vectors=vectors, cluster=1)

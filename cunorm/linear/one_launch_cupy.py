@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import cupy
 import numpy
@@ -11,36 +13,29 @@ import numpy
 from ..kernel import device, launch
 from ..operation import NORMS
 from . import one_launch
-from .one_launch import NAMES, OneLaunchPlan, problem_of
-from .problem import Named
+from .one_launch import OneLaunchPlan, problem_of
+from .problem import LinearOptions, Named
 
 
 def forward(
-    op: str,
-    arrays: tuple[cupy.ndarray | None, ...],
-    layouts: Named,
-    eps: float,
-    *,
-    zero_centered_gamma: bool,
-    statistics: bool,
+    options: LinearOptions, arrays: Mapping[str, Any], layouts: Named
 ) -> tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray | None] | None:
-    """(y, mean, rstd), or None: split. `arrays` are those of NAMES; their device is current."""
-    x, weight = arrays[0], arrays[1]
-    assert x is not None
-    assert weight is not None
-    aligned = not any(one.data.ptr % 16 for one in arrays if one is not None)
-    solution = _chosen(op, layouts, zero_centered_gamma, aligned, x.data.device_id)
+    """Return (y, mean, rstd), or None where norm and product are split. The device of `arrays` is current."""
+    x, weight = arrays["x"], arrays["weight"]
+    given = {name: array for name, array in arrays.items() if array is not None}
+    aligned = not any(array.data.ptr % 16 for array in given.values())
+    solution = _chosen(options.norm, layouts, options.zero_centered_gamma, aligned, x.data.device_id)
     if solution is None:
         return None
     leading = x.shape[:-1]
     y = cupy.ndarray((*leading, len(weight)), x.dtype)
-    kept = {name: cupy.ndarray(leading, numpy.float32) for name in NORMS[op].statistics if statistics}
-    given = {**dict(zip(NAMES, arrays, strict=True)), **kept, "y": y}
-    present = {name: one.data.ptr for name, one in given.items() if one is not None}
+    names = NORMS[options.norm].statistics if options.statistics else ()
+    statistics = {name: cupy.ndarray(leading, numpy.float32) for name in names}
+    present = {name: array.data.ptr for name, array in {**given, **statistics, "y": y}.items()}
     pointers = [present.get(name, 0) for name in solution.problem.pointers]
     stream = cupy.cuda.get_current_stream().ptr
-    launch.run(solution, x.data.device_id, stream, (*pointers, ctypes.c_float(eps).value))
-    return y, kept.get("mean"), kept.get("rstd")
+    launch.run(solution, x.data.device_id, stream, (*pointers, ctypes.c_float(options.eps).value))
+    return y, statistics.get("mean"), statistics.get("rstd")
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,12 @@
-"""Every check and message of the arguments of `layer_norm_linear` and its backward pass."""
+"""The options of a call of `layer_norm_linear`, and every check and message of its arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
-from ..call.checks import Layout
+from ..call.checks import Layout, NormOptions
 from ..plan.problem import ITEMSIZE
 
 OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
@@ -16,8 +17,22 @@ MATRICES = {
 GRADIENTS = ("dx", "dweight", "dbias", "dln_weight", "dln_bias")
 
 
+class LinearOptions(NamedTuple):
+    """What a call of `layer_norm_linear`, or of its backward pass, asks for besides its arrays."""
+
+    function: str  # what errors call it
+    norm: str  # a key of NORMS
+    eps: float
+    zero_centered_gamma: Any
+    statistics: bool = False  # whether mean and rstd are returned too
+
+    def of_norm(self, name: str, cols: int | None, returns: Any, dtype: str | None = None) -> NormOptions:
+        """Return the options of the norm's own function, such as `layer_norm_forward`; `name` is "forward" then."""
+        return NormOptions(f"{self.norm}_{name}", cols, self.zero_centered_gamma, dtype, 0, returns)
+
+
 def op(function: str, normalization: object, ln_bias: object) -> str:
-    """The norm that is meant."""
+    """Return the key of NORMS for the name of a norm."""
     if normalization not in OPS:
         raise ValueError(f"{function}: normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}.")
     if normalization == "RMSNorm" and ln_bias is not None:
@@ -28,11 +43,28 @@ def op(function: str, normalization: object, ln_bias: object) -> str:
 Named = tuple[tuple[str, Layout], ...]
 
 
+def layouts_of(
+    function: str,
+    arrays: Mapping[str, Any],
+    layout: Callable[[str, str, Any], Layout],
+    required: Sequence[str] = ("x", "weight"),
+) -> Named:
+    """Return the layouts of the arrays that are given; `layout` raises TypeError for a required one that is None."""
+    return tuple(
+        (name, layout(function, name, array)) for name, array in arrays.items() if array is not None or name in required
+    )
+
+
+def required_of_backward(norm: str) -> tuple[str, ...]:
+    """Return the names of the arrays that a backward pass cannot do without."""
+    return ("dy", "x", "rstd", "weight", *(("mean",) if norm == "layer_norm" else ()))
+
+
 @lru_cache(maxsize=4096)
 def check_forward(function: str, named: Named, zero_centered_gamma: bool, mixed: bool = False) -> None:
-    """`named` has those of x, weight, bias, ln_weight and ln_bias that there are; in Flax's layout weight is `kernel`.
+    """Check the layouts of x, weight, bias, ln_weight and ln_bias that there are; weight in Flax's layout is `kernel`.
 
-    `mixed`: it may have another dtype than x. What held once is not asked again.
+    With `mixed` weight may have another dtype than x. What held once is not checked again.
     """
     layouts = dict(named)
     x = layouts["x"]
@@ -106,14 +138,14 @@ def _check_dtype(function: str, name: str, array: Layout, x: Layout) -> None:
 
 
 def check_float8(function: str, layouts: Named) -> None:
-    """Check what a product in 8 bits asks beside check_forward."""
-    found = dict(layouts)
-    name = "kernel" if "kernel" in found else "weight"
-    if found["x"].dtype == "float64":
+    """Check what a product in 8 bits needs beyond check_forward."""
+    by_name = dict(layouts)
+    name = "kernel" if "kernel" in by_name else "weight"
+    if by_name["x"].dtype == "float64":
         raise TypeError(
             f"{function}: x must have dtype float16, bfloat16 or float32 with fp8; got float64. Convert it."
         )
-    shape = found[name].shape
+    shape = by_name[name].shape
     if any(size % 16 for size in shape):
         raise ValueError(
             f"{function}: both sizes of {name} must be multiples of 16 with fp8; got shape {shape}. Pad it, or leave "

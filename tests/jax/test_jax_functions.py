@@ -17,6 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax_arrays import close, from_jax, on_devices, random, to_jax  # noqa: E402
 
 import cunorm  # noqa: E402
+from cunorm.call.checks import NormOptions  # noqa: E402
 from cunorm.jax import layer_norm, rms_norm  # noqa: E402
 from cunorm.jax.norm.functional import norm  # noqa: E402
 
@@ -45,7 +46,8 @@ def x64(request):
 def call(op, x, weight=None, bias=None, eps=None, zero_centered_gamma=False, dtype=None, sm_margin=0):
     eps = EPS[op] if eps is None else eps
     shape = x.shape[-1:] if weight is None else weight.shape
-    return norm(op, x, shape, weight, bias_of(op, bias), eps, zero_centered_gamma, dtype, sm_margin)
+    options = NormOptions(op, shape, zero_centered_gamma, dtype, sm_margin, False)
+    return norm(options, (x, weight, bias_of(op, bias)), eps)
 
 
 def plain(op, x, weight=None, bias=None, eps=None):

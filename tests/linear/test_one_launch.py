@@ -20,6 +20,7 @@ from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.linear import one_launch
 from cunorm.linear.one_launch import LinearProblem, Measured, Table
+from cunorm.linear.problem import LinearOptions
 
 needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -243,9 +244,8 @@ def test_cupy_arrays(monkeypatch, shape):
     layouts = tuple((name, layout("test", name, one)) for name, one in named)
     forget()
     try:
-        found = one_launch_cupy.forward(
-            "layer_norm", tuple(of_call), layouts, EPS, zero_centered_gamma=False, statistics=True
-        )
+        options = LinearOptions("test", "layer_norm", EPS, zero_centered_gamma=False, statistics=True)
+        found = one_launch_cupy.forward(options, dict(zip(one_launch.NAMES, of_call, strict=True)), layouts)
     finally:
         forget()
     assert found is not None

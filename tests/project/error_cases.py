@@ -136,9 +136,8 @@ def old_gpu() -> Any:
     array = SimpleNamespace(data=SimpleNamespace(device_id=0))
     known = SimpleNamespace(current=lambda _: SimpleNamespace(arch=80))
     with mock.patch.multiple(module, layout=lambda *_: layout, device=known):
-        return module.forward_float8(
-            "layer_norm_linear", "layer_norm", array, array, None, None, None, 1e-5, zero_centered_gamma=False
-        )
+        options = linear_problem.LinearOptions("layer_norm_linear", "layer_norm", 1e-5, zero_centered_gamma=False)
+        return module.forward_float8(options, {"x": array, "weight": array})
 
 
 def streamed_rows() -> Any:

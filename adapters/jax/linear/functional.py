@@ -19,6 +19,7 @@ from ...call import checks
 from ...call.checks import Layout
 from ...call.store import MOST_MULTIPLIER, Float8Store
 from ...linear import problem as linear_problem
+from ...linear.problem import LinearOptions
 from ...operation import affine
 from ...plan.problem import E4M3, FLOAT8
 from ..norm import arrays as norms
@@ -111,44 +112,48 @@ def layer_norm_linear(
     Array([[-2.]], dtype=float32)
     """
     name = "layer_norm_linear"
-    op = linear_problem.op(name, normalization, ln_bias)
+    norm = linear_problem.op(name, normalization, ln_bias)
     arrays = {"x": x, "kernel": kernel, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
     if fp8 not in (None, "tensor"):
         raise ValueError(f"{name}: fp8 must be None or 'tensor', for XLA has no product by rows; got {fp8!r}.")
-    options = {"keep_normalized": keep_normalized, "precision": precision, "out_sharding": out_sharding}
-    options["fp8"] = fp8 is not None
-    return norm_linear(name, op, arrays, eps, zero_centered_gamma, **options)[0]
+    options = LinearOptions(name, norm, eps, zero_centered_gamma)
+    of_product = ProductOptions(precision, out_sharding, keep_normalized, fp8=fp8 is not None)
+    return norm_linear(options, arrays, of_product)[0]
+
+
+class ProductOptions(NamedTuple):
+    """What a call asks for its product and z, as `layer_norm_linear` says."""
+
+    precision: Any = None
+    out_sharding: Any = None
+    keep_normalized: bool = False
+    mixed: bool = False  # x may have another dtype than kernel, which z and y have
+    fp8: bool = False
+
+
+DEFAULT = ProductOptions()
 
 
 def norm_linear(
-    function: str,
-    op: str,
-    named: Mapping[str, Any],
-    eps: float,
-    zero_centered_gamma: bool,
-    *,
-    statistics: bool = False,
-    keep_normalized: bool = False,
-    precision: Any = None,
-    out_sharding: Any = None,
-    mixed: bool = False,
-    fp8: bool = False,
+    options: LinearOptions, named: Mapping[str, Any], of_product: ProductOptions = DEFAULT
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return (y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name; None is none.
+    """Return (y, {mean, rstd}) of the arrays of a call by name, None for one that is not given.
 
-    With `mixed` x may have another dtype than kernel, which z and y have. For kernel (in, out) there may be
-    weight (out, in). Errors are in the name of `function`.
+    Statistics are there only if they are asked for. For kernel (in, out) there may be weight (out, in). eps is checked
+    here.
     """
-    eps = checks.check_eps(function, eps)
+    function = options.function
+    options = options._replace(eps=checks.check_eps(function, options.eps))
     arrays = given(function, named, required=("x", "kernel", "weight"))
-    linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
-    if fp8:
+    linear_problem.check_forward(function, layouts(arrays), bool(options.zero_centered_gamma), of_product.mixed)
+    if of_product.fp8:
         linear_problem.check_float8(function, layouts(arrays))
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
-    task = norm_task(op, bool(zero_centered_gamma), eps, matrix.dtype.name, arrays)
-    call = Call(task, Product(axis, precision, out_sharding), bool(statistics), bool(keep_normalized), fp8)
-    return FORWARD[op](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
+    task = norm_task(options, matrix.dtype.name, arrays)
+    product = Product(axis, of_product.precision, of_product.out_sharding)
+    call = Call(task, product, options.statistics, bool(of_product.keep_normalized), of_product.fp8)
+    return FORWARD[options.norm](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
 
 
 def given(function: str, named: Mapping[str, Any], required: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -163,13 +168,13 @@ def layouts(arrays: Mapping[str, jax.Array]) -> linear_problem.Named:
 NAMES = {"x": "x", "mean": "mean", "rstd": "rstd", "ln_weight": "weight", "ln_bias": "bias"}
 
 
-def norm_task(op: str, zero_centered: bool, eps: float, dtype: str, arrays: Mapping[str, jax.Array]) -> Task:
-    """The norm's, `dtype` that of z. Without a bias its gradient has the dtype of the weight."""
-    given = {NAMES[name]: a.dtype.name for name, a in arrays.items() if name in NAMES}
+def norm_task(options: LinearOptions, dtype: str, arrays: Mapping[str, jax.Array]) -> Task:
+    """Return the task of the norm, whose z has this dtype. Without a bias its gradient has the dtype of the weight."""
+    given = {NAMES[name]: array.dtype.name for name, array in arrays.items() if name in NAMES}
     parameter = given.get("weight", given["x"])
-    return Task(
-        affine(op, zero_centered), 1, eps, dtype, 0, tuple(({"weight": parameter, "bias": parameter} | given).items())
-    )
+    dtypes = {"weight": parameter, "bias": parameter} | given
+    operation = affine(options.norm, bool(options.zero_centered_gamma))
+    return Task(operation, 1, options.eps, dtype, 0, tuple(dtypes.items()))
 
 
 def norm_inputs(task: Task, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -199,7 +204,7 @@ class Product(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The options of a program, apart from its arrays."""
+    """What a program is made for, apart from its arrays."""
 
     task: Task
     product: Product
@@ -232,7 +237,7 @@ FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
 
 
 def _in_8_bits(call: Call, exact: Callable) -> Callable:
-    """The product in 8 bits, whose derivative is that of the exact one."""
+    """Return the program with the product in 8 bits, whose derivative is that of the exact product."""
 
     @jax.custom_jvp
     def forward(inputs, matrix, bias):
@@ -253,9 +258,9 @@ def _product_in_8_bits(
 ) -> jax.Array:
     """Return z matrix, written as what XLA makes its FP8 product of: conversions, scales, the product of one axis.
 
-    Either has one scale: z's is such that no z exceeds it, whatever x is, matrix's is that of its largest number.
-    Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
-    to its product.
+    Each has one scale: no z exceeds that of z, whatever x is, and that of matrix fits its largest number. Scales are
+    powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales to its
+    product.
     """
     store = Float8Store(E4M3, "tensor", wide=False)
     z_scale = _power_of_two(norms.unexceeded(task, inputs, store))
@@ -308,8 +313,8 @@ def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[s
     of_norm = tuple(name for name in OF_NORM if OF_NORM[name] in wanted)
     if of_norm:
         (dz,) = jax.linear_transpose(lambda z: product(z, weight).astype(z.dtype), inputs["x"])(dy)
-        found = primitives.backward(task, {"dy": dz} | formulas.kept(task, inputs), of_norm)
-        results |= {OF_NORM[name]: gradient for name, gradient in found.items()}
+        of_inputs = primitives.backward(task, {"dy": dz} | formulas.kept(task, inputs), of_norm)
+        results |= {OF_NORM[name]: gradient for name, gradient in of_inputs.items()}
     return results
 
 

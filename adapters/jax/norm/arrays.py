@@ -1,7 +1,7 @@
-"""The backend of JAX arrays: what cunorm's own functions, and what `cunorm.fuse` makes, do with them.
+"""The backend of JAX arrays, which runs cunorm's own functions and what `cunorm.fuse` makes.
 
-A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand that
-kernels know no kind for one of the shape of x; their gradients are added up again.
+A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand of a
+kind that kernels do not know becomes an array of the shape of x. Their gradients are added up again.
 """
 
 from __future__ import annotations
@@ -15,44 +15,40 @@ import jax
 import jax.numpy as jnp
 
 from ...call import broadcasting, checks
-from ...call.backend import Norm
-from ...call.checks import Layout
+from ...call.backend import CallOptions
+from ...call.checks import Layout, NormOptions, NormTuple
 from ...call.store import Float8Store, affine_scale, check_rows, check_x
-from ...operation import NORMS, SEED, Operation, affine
+from ...operation import NORMS, SEED
 from ...plan.problem import FLOAT8, compute_dtype
 from . import formulas, functional, primitives, sharding
 from .formulas import Arrays, Task
 from .functional import array
 
 
-def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: None, statistics: bool) -> tuple[jax.Array, ...]:
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: None) -> tuple[jax.Array, ...]:
     """Run `Backend.norm`; all results are differentiable."""
-    function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
-    _refuse(function, "out", out)
-    arrays, task = functional.checked(
-        function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
-    )
-    results = functional.FORWARD[task.operation.norm](task, statistics, arrays)
-    return (results["y"], *(results[name] for name in (task.norm.statistics if statistics else ())))
+    options = NormOptions(*options)
+    _refuse(options.function, "out", out)
+    given, task = functional.checked(options, arrays, eps)
+    results = functional.FORWARD[options.norm](task, options.returns, given)
+    statistics = task.norm.statistics if options.returns else ()
+    return tuple(results[name] for name in ("y", *statistics))
 
 
-def norm_float8(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-) -> tuple[jax.Array, ...]:
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[jax.Array, ...]:
     """Run `Backend.norm_float8`."""
-    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    check_x(function, Layout(x.shape, (), x.dtype.name, ""))
-    arrays, task = functional.checked(
-        function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
-    )
-    results = stored(task.stored(store), arrays, scale)
-    return tuple(results[name] for name in store.results(("y",)))
+    options = NormOptions(*options)
+    x = arrays[0]
+    check_x(options.function, Layout(x.shape, (), x.dtype.name, ""))
+    given, task = functional.checked(options, arrays, eps)
+    results = stored(task.stored(options.returns), given, scale)
+    return tuple(results[name] for name in options.returns.results(("y",)))
 
 
 def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, jax.Array]:
     """Return what a task with a store returns, by name.
 
-    `scale` is one for all, None for the one that no value of an affine operation exceeds.
+    `scale` is the one scale of all y, None for the scale that no value of an affine operation exceeds.
     """
     assert task.store is not None
     if task.store.granularity == "tensor":
@@ -65,42 +61,31 @@ def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, ja
 def unexceeded(task: Task, arrays: Arrays, store: Float8Store) -> jax.Array:
     """Return a scale for all of y that no value of an affine operation exceeds."""
     _, cols = task.rows_and_cols(arrays["x"].shape)
-    # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+    # XLA must not know this number, as by a known number it divides inexactly (float8.quantise).
     largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[store.format]))
     return affine_scale(jnp, task.operation, largest, cols, arrays.get("weight"), arrays.get("bias"))
 
 
-def norm_backward(
-    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: None, output_mask: Any
-) -> tuple[jax.Array | None, ...]:
+def norm_backward(options: NormTuple, arrays: Sequence[Any], dx_out: None) -> tuple[jax.Array | None, ...]:
     """Run `Backend.norm_backward`."""
-    function, _, zero_centered_gamma, _, sm_margin = asked
+    options = NormOptions(*options)
+    function = options.function
     _refuse(function, "dx_out", dx_out)
-    layer_norm = function.startswith("layer_norm")
-    optional = ("weight",) if layer_norm else ("weight", "mean")
-    named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
-    arrays = {
-        name: functional.array(function, name, a) for name, a in named.items() if a is not None or name not in optional
+    named = dict(zip(("dy", "x", "mean", "rstd", "weight"), arrays, strict=True))
+    given = {
+        name: array(function, name, value)
+        for name, value in named.items()
+        if value is not None or name in options.required
     }
-    layouts = {name: Layout(a.shape, (), a.dtype.name, "") for name, a in arrays.items()}
-    shape = checks.check_backward(
-        function,
-        layouts["dy"],
-        layouts["x"],
-        layouts.get("mean"),
-        layouts["rstd"],
-        layouts.get("weight"),
-        zero_centered_gamma=zero_centered_gamma,
-    )
-    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
-    margin = checks.check_sm_margin(function, sm_margin, None)
-    operation = affine(function.removesuffix("_backward"), bool(zero_centered_gamma))
+    layouts = {name: _layout(value) for name, value in given.items()}
+    shape = checks.check_backward(options, layouts)
+    mask = checks.check_output_mask(function, options.returns, 3 if options.norm == "layer_norm" else 2)
+    margin = checks.check_sm_margin(function, options.sm_margin, None)
     parameter = layouts.get("weight", layouts["x"]).dtype
     dtypes = (("x", layouts["x"].dtype), ("weight", parameter), ("bias", parameter))
-    task = Task(operation, len(shape), 0.0, layouts["dy"].dtype, margin, dtypes)
-    names = ("dx", "dweight", "dbias")
-    wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
-    results = cunorm_backward(task, wanted, sharding.prepared(task, arrays)) if wanted else {}
+    task = Task(options.operation, len(shape), 0.0, layouts["dy"].dtype, margin, dtypes)
+    wanted = tuple(name for name, is_wanted in zip(("dx", "dweight", "dbias"), mask, strict=True) if is_wanted)
+    results = cunorm_backward(task, wanted, sharding.prepared(task, given)) if wanted else {}
     return results.get("dx"), results.get("dweight"), results.get("dbias")
 
 
@@ -110,59 +95,36 @@ def _refuse(function: str, name: str, out: Any) -> None:
         raise TypeError(f"{function}: {name} must be None, as JAX's arrays are not written to; got {got}.")
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: jax.Array,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
+def forward(options: CallOptions, arrays: Mapping[str, Any], eps: float, scale: Any = None) -> dict[str, jax.Array]:
     """Run `Backend.forward`; all results are differentiable, but for those with an FP8 output."""
-    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
-    if float8:
-        check_rows(function, Layout((), (), x.dtype.name, ""), s_dtype)
-        found = stored(task.stored(float8), arrays, scale)
-        return {name: found[name] for name in float8.results(operation.returns)}, None, None
-    results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
-    return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
+    given, task = _checked(options, arrays, eps)
+    if options.store:
+        check_rows(options.function, Layout((), (), given["x"].dtype.name, ""), options.s_dtype)
+        results = stored(task.stored(options.store), given, scale)
+        return {name: results[name] for name in options.store.results(options.operation.returns)}
+    return functional.FORWARD[options.operation.norm](task, options.statistics, given)
 
 
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: broadcasting.Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> dict[str, jax.Array]:
+def backward(options: CallOptions, arrays: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, jax.Array]:
     """Run `Backend.backward`."""
+    function, operation = options.function, options.operation
     needed = ("x", *NORMS[operation.norm].statistics)
     x = array(function, "x", arrays["x"])
     operands = {name: arrays[name] for name in operation.operands if arrays.get(name) is not None}
     # A number of which the gradient is wanted is an array after all.
-    kind = compute_dtype(s_dtype or x.dtype.name)
+    kind = compute_dtype(options.s_dtype or x.dtype.name)
     operands |= {
-        name: jnp.full((), broadcasting.number(function, name, one), kind)
-        for name, one in operands.items()
-        if isinstance(one, numbers.Real) and name in wanted
+        name: jnp.full((), broadcasting.number(function, name, operand), kind)
+        for name, operand in operands.items()
+        if isinstance(operand, numbers.Real) and name in wanted
     }
-    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype, sm_margin)
+    given, task = _checked(options._replace(dtype=None), {"x": x, **operands}, 0.0)
     others = {
         name: array(function, name, arrays.get(name))
         for name in ("dy", "ds", "s", "mean", "rstd")
         if arrays.get(name) is not None or name in needed
     }
-    layouts = {name: _layout(one) for name, one in (given | others).items()}
+    layouts = {name: _layout(value) for name, value in (given | others).items()}
     broadcasting.check_backward(function, operation, layouts, task.row_dtype)
     others.setdefault("dy", jnp.zeros_like(x))
     read = formulas.kept(task, given | others) | {name: others[name] for name in ("dy", "ds") if name in others}
@@ -173,60 +135,52 @@ def backward(
     for name in wanted:
         gradients[name] = results[f"d{name}"]
         if name in operands:
-            of = array(function, name, operands[name])
-            _, pull = jax.vjp(partial(_placed, kind=kinds[name], shape=x.shape), of)
+            operand = array(function, name, operands[name])
+            _, pull = jax.vjp(partial(_placed, kind=kinds[name], shape=x.shape), operand)
             (gradients[name],) = pull(gradients[name])
     return gradients
 
 
-def _checked(
-    function: str,
-    operation: Operation,
-    x: Any,
-    operands: Mapping[str, Any],
-    demanded: broadcasting.Kinds,
-    eps: float,
-    dtype: str | None,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> tuple[dict[str, jax.Array], Task]:
-    """The arrays of a call, as the primitives take them, and the rest of it."""
-    x = array(function, "x", x)
+def _checked(options: CallOptions, arrays: Mapping[str, Any], eps: float) -> tuple[dict[str, jax.Array], Task]:
+    """Return the arrays of a call as the primitives take them, and the rest of it."""
+    function, operation = options.function, options.operation
+    x = array(function, "x", arrays["x"])
     of_x = _layout(x)
+    operands = {name: operand for name, operand in arrays.items() if name != "x"}
     literals = {
-        name: broadcasting.number(function, name, one)
-        for name, one in operands.items()
-        if isinstance(one, numbers.Real)
+        name: broadcasting.number(function, name, operand)
+        for name, operand in operands.items()
+        if isinstance(operand, numbers.Real)
     }
-    given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
-    layouts = {name: _layout(one, None if name == SEED else of_x) for name, one in given.items()}
-    kinds = broadcasting.check_operands(function, of_x, layouts | literals, demanded=demanded)
-    for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
-        functional.check_x64(function, argument, name)
-    arrays = {name: _placed(one, kinds[name], x.shape) for name, one in given.items()}
-    of_operands = {name: one.dtype.name for name, one in arrays.items()}
+    given = {name: array(function, name, operand) for name, operand in operands.items() if name not in literals}
+    layouts = {name: _layout(operand, None if name == SEED else of_x) for name, operand in given.items()}
+    kinds = broadcasting.check_operands(function, of_x, layouts | literals, demanded=options.demanded)
+    for argument in ("dtype", "s_dtype"):
+        functional.check_x64(function, argument, getattr(options, argument))
+    placed = {name: _placed(operand, kinds[name], x.shape) for name, operand in given.items()}
+    of_operands = {name: operand.dtype.name for name, operand in placed.items()}
     task = Task(
         operation,
         ndim=1,
         eps=checks.check_eps(function, eps),
-        dtype=dtype or of_x.dtype,
-        sm_margin=checks.check_sm_margin(function, sm_margin, None),
-        # Of an operand that was left out the gradient has the dtype of x.
+        dtype=options.dtype or of_x.dtype,
+        sm_margin=checks.check_sm_margin(function, options.sm_margin, None),
+        # The gradient of an operand that was left out has the dtype of x.
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
-        s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
+        s_dtype=None if operation.prologue is None else options.s_dtype or of_x.dtype,
         kinds=tuple(
             (name, kinds[name] if kinds[name] in ("group", "per_row") else "full")
-            for name in arrays
+            for name in placed
             if kinds[name] not in ("column", "seed")
         ),
         numbers=tuple(literals.items()),
-        group_axes=_group_axes(arrays, kinds, x.shape),
+        group_axes=_group_axes(placed, kinds, x.shape),
     )
-    return sharding.prepared(task, {"x": x} | arrays), task
+    return sharding.prepared(task, {"x": x} | placed), task
 
 
 def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The leading axes of x that operands for groups of rows have, all of them the same."""
+    """Return the leading axes of x that operands for groups of rows have, which are the same for all of them."""
     for name, kind in kinds.items():
         if kind == "group":
             own = arrays[name].shape
@@ -268,7 +222,7 @@ def _jvp_of_expanded(shape, primals, tangents):
 
 
 def _layout(of: jax.Array, x: Layout | None = None) -> Layout:
-    """Return the layout of an operand; one without axes is one number for all columns."""
+    """Return the layout of an array; an operand without axes, beside `x`, is one number for all columns."""
     return Layout(of.shape or (x.shape[-1:] if x else ()), (), of.dtype.name, "")
 
 

@@ -1,4 +1,4 @@
-"""FP8 output is written in jax.numpy, from y in float32, as kernels_cu/rows/float8.cuh does."""
+"""FP8 output in jax.numpy, from y in float32, as kernels_cu/rows/float8.cuh writes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
     padding = ((0, 0), (0, blocks * width - cols))
     bits = jax.lax.reduce_window(bits, jnp.int32(0), jax.lax.max, (1, width), (1, width), padding)
     largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    # An array: by one number XLA divides by multiplying by its reciprocal, which rounds once more.
+    # This is an array, as XLA divides by a number by multiplying by its reciprocal, which rounds once more.
     largest_number = jnp.where(largest > 0, jnp.float32(FLOAT8[name]), 1)
     quotient = largest_number / largest
     tiny = quotient > most

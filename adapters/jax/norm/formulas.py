@@ -1,9 +1,8 @@
-"""Operations, their gradients and their tangents in jax.numpy: for every platform without kernels, and for derivatives
-of the gradients. All arithmetic is in `Task.compute`.
+"""Operations, their gradients and their tangents in jax.numpy, in the arithmetic of `Task.compute`.
 
-Arrays go by name, as everywhere in this adapter: x (..., *normalised axes); s, y and their gradients ds and dy as x;
-mean and rstd, and numbers for rows, the shape of x without its normalised axes; an operand that of its kind. What is
-done with an operand stands in the operation.
+They serve every platform without kernels, and derivatives of the gradients. Arrays go by name, as everywhere in this
+adapter. x has the shape (..., *normalised axes), as have s, y and their gradients ds and dy. mean, rstd and numbers for
+rows have the shape of x without its normalised axes, and an operand has the shape of its kind.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PER_ROW = ("mean", "rstd")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The options of a call, apart from its arrays."""
+    """What a call is, apart from its arrays."""
 
     operation: Operation
     ndim: int  # normalised axes, the last ones
@@ -98,17 +97,17 @@ class Task:
             return self.rounded(forward(self.wide, arrays), arrays)
         return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
 
-    def rounded(self, found: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
+    def rounded(self, results: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
         """Compute all results of a store from those with y in float32."""
         assert self.store is not None
-        y, granularity = found["y"], self.store.granularity
+        y, granularity = results["y"], self.store.granularity
         _, cols = self.rows_and_cols(y.shape)
         y8, scales = quantise(y.reshape(-1, cols), granularity, self.store.format, arrays.get("y8_scale"))
         scales = scales.reshape(scales_shape(granularity, y.shape[: y.ndim - self.ndim], cols))
-        return {**found, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
+        return {**results, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
     def derivative(self, wanted: Names, arrays: Arrays | Mapping[str, str]) -> Derivative:
-        """The gradients, by the names of what they are of, in a call with these arrays."""
+        """Return the gradients with respect to the names `wanted`, of a call with these arrays."""
         return derivative(self.operation, wanted, {*arrays, *dict(self.numbers)})
 
     def problem(self, avals: Mapping[str, Any], wanted: Names) -> Problem:
@@ -131,7 +130,7 @@ class Task:
         return backward_problem(self.operation, rows, cols, dtypes, sources, **options)
 
     def groups(self, shape: tuple[int, ...]) -> Groups | None:
-        """The rows that share a vector, of what has the shape of x."""
+        """Return the groups of rows of an array of the shape of x that share a vector."""
         if not self.group_axes:
             return None
         inner = math.prod(shape[self.group_axes[-1] + 1 : len(shape) - self.ndim])
@@ -144,7 +143,7 @@ class Task:
 
 
 def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """y and the statistics, and s if there is a prologue."""
+    """Return y and the statistics, and s if there is a prologue."""
     values = _values(task, arrays)
     results = {}
     rows = arrays["x"].astype(task.compute)
@@ -167,7 +166,7 @@ def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 def _prologue(
     task: Task, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """s as it is normalised, rounded, and as it is returned."""
+    """Return s as it is normalised, and s as it is returned; both are rounded."""
     assert task.operation.prologue is not None
     s = _full(task.operation.prologue, values, shape)
     rounded = s.astype(task.row_dtype)
@@ -179,58 +178,62 @@ def _prologue(
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted, of x, s or both, the statistics and the gradients of y and s (of s if there is
-    one). That of s is ds + rstd * P(g), g that of xhat and P as in `_project`; those of columns are sums over all rows.
+    """Return the gradients `wanted` from x or s, the statistics, dy, and ds if there is one.
+
+    The whole gradient of s is ds + rstd * P(g), where g is that of xhat and P is `_project`. That of a column is a sum
+    over all rows.
     """
-    found = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
+    derivatives = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
     values, rstd = _normalised(task, arrays)
     shape = arrays["dy"].shape
-    if found.g is not None:
-        ds = rstd * _project(task, _full(found.g, values, shape), values["xhat"])
+    if derivatives.g is not None:
+        ds = rstd * _project(task, _full(derivatives.g, values, shape), values["xhat"])
         values["ds"] = ds + values["ds"] if "ds" in values else ds
     gradients: dict[str, jax.Array] = {}
-    for name, expression in (*found.early, *found.late):
+    for name, expression in (*derivatives.early, *derivatives.late):
         part = _full(expression, values, shape)
         gradients[name] = gradients[name] + part if name in gradients else part
     dtypes, leading = dict(task.dtypes), tuple(range(len(shape) - task.ndim))
     results = {}
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         if task.kind(name) == "column":
-            one = one.sum(leading)
+            gradient = gradient.sum(leading)
         elif task.kind(name) == "per_row":
-            one = one.sum(task.axes)
+            gradient = gradient.sum(task.axes)
         elif task.kind(name) == "group":
-            one = one.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
-        results[f"d{name}"] = one.astype(dtypes[name])
+            gradient = gradient.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
+        results[f"d{name}"] = gradient.astype(dtypes[name])
     return results
 
 
 def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """The tangents of y and s, y.dot and s.dot, of those of x and of operands: the transpose of `backward`.
+    """Return the tangents y.dot and s.dot from those of x and of operands: the transpose of `backward`.
 
-    Element by element they are what the gradients are: each is linear in dy, or ds, so with a tangent in its place it
-    is that tangent's share.
+    They are made of the expressions of the gradients. Each gradient is linear in dy or ds, so with the tangent of its
+    source in that place it is the share of this tangent.
     """
     values, rstd = _normalised(task, arrays)
     shape = values["xhat"].shape
     moved = {name: _wide(task, name, arrays[name + DOT]) for name in sources(task) if name + DOT in arrays}
-    found = task.derivative(tuple(moved), arrays)
+    derivatives = task.derivative(tuple(moved), arrays)
     y_dot = s_dot = jnp.zeros(shape, task.compute)
-    for name, one in found.late:
-        s_dot = s_dot + evaluate(one, values | {"ds": moved[name]}, jnp)
-    if found.g is not None:
-        y_dot = _full(found.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
-    for name, one in found.early:
-        y_dot = y_dot + evaluate(one, values | {"dy": moved[name]}, jnp)
+    for name, expression in derivatives.late:
+        s_dot = s_dot + evaluate(expression, values | {"ds": moved[name]}, jnp)
+    if derivatives.g is not None:
+        y_dot = _full(derivatives.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
+    for name, expression in derivatives.early:
+        y_dot = y_dot + evaluate(expression, values | {"dy": moved[name]}, jnp)
     return {f"y{DOT}": y_dot.astype(task.dtype), f"s{DOT}": s_dot.astype(task.row_dtype)}
 
 
 def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
     """Return the arrays of a forward pass, its results among them, that derivatives are computed from."""
-    found = task.derivative(sources(task), arrays)
-    expressions = (found.g, *(one for _, one in (*found.early, *found.late)))
+    derivatives = task.derivative(sources(task), arrays)
+    expressions = (derivatives.g, *(expression for _, expression in (*derivatives.early, *derivatives.late)))
     rows = ("s",) if "s" in task.operation.returns else ("x", *task.operation.before)
-    needed = {*rows, *task.norm.statistics}.union(*(one.uses for one in expressions if one is not None))
+    needed = {*rows, *task.norm.statistics}.union(
+        *(expression.uses for expression in expressions if expression is not None)
+    )
     return {name: array for name, array in arrays.items() if name in needed}
 
 
@@ -271,11 +274,11 @@ def _normalised(task: Task, arrays: Arrays) -> tuple[dict, jax.Array]:
 
 
 def _full(expression: Expression, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]) -> jax.Array:
-    """The value of an expression for every element of x."""
+    """Return the value of an expression for every element of x."""
     return jnp.broadcast_to(evaluate(expression, values, jnp), shape)
 
 
 def _project(task: Task, v: jax.Array, xhat: jax.Array) -> jax.Array:
-    """P(v) = v - mean(v) - xhat * mean(v * xhat), the means over a row; for rms_norm without mean(v)."""
+    """Return P(v) = v - mean(v) - xhat * mean(v * xhat) with means over a row, for rms_norm without mean(v)."""
     projected = v - xhat * (v * xhat).mean(task.axes, keepdims=True)
     return projected - v.mean(task.axes, keepdims=True) if task.norm.subtracts_mean else projected

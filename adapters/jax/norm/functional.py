@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...call import checks
-from ...call.checks import Layout
-from ...operation import NORMS, affine
+from ...call.checks import Layout, NormOptions
+from ...operation import NORMS
 from . import primitives, sharding
 from .formulas import Task
 
@@ -74,7 +74,8 @@ def layer_norm(
     >>> jax.jit(layer_norm)(jnp.array([[1.0, 2.0, 3.0]])).round(3)
     Array([[-1.225,  0.   ,  1.225]], dtype=float32)
     """
-    return norm("layer_norm", x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+    options = NormOptions("layer_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
+    return norm(options, (x, weight, bias), eps)
 
 
 def rms_norm(
@@ -99,42 +100,35 @@ def rms_norm(
     >>> jax.jit(rms_norm)(jnp.array([[3.0, 4.0]])).round(1)
     Array([[0.8, 1.1]], dtype=float32)
     """
-    return norm("rms_norm", x, normalized_shape, weight, None, eps, zero_centered_gamma, dtype, sm_margin)
+    options = NormOptions("rms_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
+    return norm(options, (x, weight, None), eps)
 
 
-def norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin) -> jax.Array:
-    """Both functions; `op` is the name of one."""
-    arrays, task = checked(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
-    return FORWARD[op](task, False, arrays)["y"]
+def norm(options: NormOptions, arrays: Sequence[Any], eps: float) -> jax.Array:
+    """Return y of x, weight and bias."""
+    given, task = checked(options, arrays, eps)
+    return FORWARD[options.norm](task, False, given)["y"]
 
 
-def checked(
-    function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
-) -> tuple[dict[str, jax.Array], Task]:
-    """The arrays that were given, by name, and the rest of the call. `function` names it in errors."""
-    named = {"x": x, "weight": weight, "bias": bias}
-    arrays = {name: array(function, name, a) for name, a in named.items() if a is not None or name == "x"}
-    layouts = {name: Layout(a.shape, (), a.dtype.name, "") for name, a in arrays.items()}
-    shape, y_dtype = checks.check_forward(
-        function,
-        layouts["x"],
-        normalized_shape,
-        layouts.get("weight"),
-        layouts.get("bias"),
-        None,
-        None if dtype is None else checks.dtype_name(function, dtype),
-        zero_centered_gamma=zero_centered_gamma,
-    )
+def checked(options: NormOptions, arrays: Sequence[Any], eps: float) -> tuple[dict[str, jax.Array], Task]:
+    """Return those of x, weight and bias that are given, by name, and the rest of the call."""
+    function = options.function
+    named = dict(zip(("x", "weight", "bias"), arrays, strict=True))
+    given = {name: array(function, name, value) for name, value in named.items() if value is not None or name == "x"}
+    layouts = {name: Layout(value.shape, (), value.dtype.name, "") for name, value in given.items()}
+    if options.dtype is not None:
+        options = options._replace(dtype=checks.dtype_name(function, options.dtype))
+    shape, y_dtype = checks.check_forward(options, layouts)
     check_x64(function, "dtype", y_dtype)
     task = Task(
-        operation=affine(function.removesuffix("_forward").removesuffix("_fp8"), bool(zero_centered_gamma)),
+        operation=options.operation,
         ndim=len(shape),
         eps=checks.check_eps(function, eps),
         dtype=y_dtype,
-        sm_margin=checks.check_sm_margin(function, sm_margin, None),
+        sm_margin=checks.check_sm_margin(function, options.sm_margin, None),
         dtypes=tuple((name, layout.dtype) for name, layout in layouts.items()),
     )
-    return sharding.prepared(task, arrays), task
+    return sharding.prepared(task, given), task
 
 
 def check_x64(function: str, argument: str, dtype: str | None) -> None:

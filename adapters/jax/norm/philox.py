@@ -13,13 +13,13 @@ from ...expression.philox import COLUMNS, STEP, draw
 
 @partial(jax.jit, static_argnums=(1, 2))
 def uniform(seed: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """The numbers for each element of an array of this shape, of fewer than 2^32 rows; seed: 8 bytes."""
+    """Return a number for each element of an array with this shape and fewer than 2^32 rows; `seed` has 8 bytes."""
     words = jax.lax.bitcast_convert_type(seed, jnp.uint32).reshape(2)
     rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)[:, None]
     octets = jnp.arange(-(-shape[-1] // COLUMNS), dtype=jnp.uint32)
     zeros = rows * 0 + octets * 0
     drawn = draw((octets + zeros, zeros, rows + zeros, zeros), (words[0], words[1]), _product, _sum)
-    halves = jnp.stack([half for one in drawn for half in (one & 0xFFFF, one >> 16)], -1)
+    halves = jnp.stack([half for word in drawn for half in (word & 0xFFFF, word >> 16)], -1)
     numbers = halves.reshape(rows.shape[0], -1)[:, : shape[-1]].astype(dtype) * STEP
     return numbers.reshape(shape)
 

@@ -41,7 +41,7 @@ def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Ar
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted, of dy, ds if there is one, and what `formulas.kept` names."""
+    """Return the gradients `wanted` from dy, ds if there is one, and what `formulas.kept` names."""
     present = {*arrays, *dict(task.numbers)}
     names = [name.removeprefix("d") for name in wanted]
     same = broadcasting.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
@@ -51,20 +51,21 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 
 
 def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
-    """The tangents of what the operation returns, of what `formulas.kept` names and the tangents that are not zero,
-    x.dot and the like.
+    """Return the tangents of what the operation returns.
+
+    `arrays` are what `formulas.kept` names, and the tangents that are not zero, such as x.dot.
     """
     wanted = tuple(f"{name}{DOT}" for name in task.operation.returns)
     return list(bind(tangent_p, _tangent_formula, task, arrays, wanted).values())
 
 
-def bind(one: Any, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The arrays `wanted`, by name; function(task, names, wanted, *arrays) is what the primitive stands for."""
+def bind(jax_primitive: Any, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+    """Return the arrays `wanted` by name. The primitive stands for function(task, names, wanted, *arrays)."""
     names = tuple(arrays)
     if not has_primitives:
         return dict(zip(wanted, _formula(task, names, wanted, *arrays.values()), strict=True))
     call = jax.make_jaxpr(partial(function, task, names, wanted))(*arrays.values())
-    results = one.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
+    results = jax_primitive.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
     return dict(zip(wanted, results, strict=True))
 
 
@@ -135,7 +136,7 @@ def _jvp_of_tangent(primals, tangents, *, call, task, names, wanted):
 
 
 def _jvp_of_formula(function: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
-    """The tangents of function(*primals), by JAX's own rules for jax.numpy."""
+    """Return the tangents of function(*primals), by JAX's own rules for jax.numpy."""
     moved = [i for i, dot in enumerate(tangents) if type(dot) is not ad.Zero]
 
     def of_moved(*values):
@@ -151,11 +152,11 @@ def _jvp_of_formula(function: Callable, primals: Sequence[Any], tangents: Sequen
 def _transpose_of_tangent(cotangents, *arrays, call, task, names, wanted):
     arguments = dict(zip(names, arrays, strict=True))
     unknown = {name: array.aval for name, array in arguments.items() if ad.is_undefined_primal(array)}
-    given = {f"d{name.removesuffix(DOT)}": one for name, one in zip(wanted, cotangents, strict=True)}
-    if all(type(one) is ad.Zero for one in given.values()):
+    given = {f"d{name.removesuffix(DOT)}": cotangent for name, cotangent in zip(wanted, cotangents, strict=True)}
+    if all(type(cotangent) is ad.Zero for cotangent in given.values()):
         return [ad.Zero(unknown[name]) if name in unknown else None for name in names]
     given["dy"] = ad.instantiate_zeros(given["dy"])
-    given = {name: one for name, one in given.items() if type(one) is not ad.Zero}
+    given = {name: cotangent for name, cotangent in given.items() if type(cotangent) is not ad.Zero}
     known = {name: array for name, array in arguments.items() if not name.endswith(DOT)}
     gradient = {name: f"d{name.removesuffix(DOT)}" for name in unknown}
     gradients = backward(task, given | known, tuple(gradient.values()))
@@ -172,7 +173,7 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 
 def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
-    """Map by the formulas: what a seed draws follows from the number of a row in a sample, so a batch is not rows."""
+    """Map by the formulas. A seed draws by the number of a row in its sample, so samples cannot become rows."""
     function = partial(_formula, task, names, wanted)
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
@@ -188,7 +189,7 @@ def _batch_stored(arrays, dims, *, call, task, names, wanted):
 
 
 def _in_two(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> list[jax.Array]:
-    """The results of the norm in float32, and what its store makes of them."""
+    """Return the results of the norm in float32, and what its store makes of them."""
     given = dict(zip(names, arrays, strict=True))
     of_norm = {name: array for name, array in given.items() if name != "y8_scale"}
     results = task.rounded(forward(task.wide, of_norm, statistics=False), given)
@@ -214,8 +215,8 @@ def _batch_backward(arrays, dims, *, call, task, names, wanted):
     results = {}
     if of_rows:
         shapes = dict(zip(wanted, (aval.shape for aval in call.out_avals), strict=True))
-        found = bind(backward_p, sharding.call, in_rows, all_rows, of_rows)
-        results = {name: one.reshape(one.shape[0], *shapes[name]) for name, one in found.items()}
+        gradients = bind(backward_p, sharding.call, in_rows, all_rows, of_rows)
+        results = {name: array.reshape(array.shape[0], *shapes[name]) for name, array in gradients.items()}
     others = tuple(name for name in wanted if name not in of_rows)
     if others:  # of each sample, where the kernels sum over all rows
         axes = [0 if name in mapped else None for name in arrays]
@@ -246,11 +247,11 @@ def _in_rows(
     for name in vectors:
         own = tuple(axis + 1 for axis in task.group_axes) if task.kind(name) == "group" else ()
         axes[name] = (0, *own) if name in of_samples else own
-    chosen = next((one for one in axes.values() if one and _regular(one, shape, task.ndim)), ())
-    kinds, found = dict(task.kinds), dict(arrays)
-    for name, one in axes.items():
-        if one:
-            kinds[name] = "group" if one == chosen else "full"
+    chosen = next((before for before in axes.values() if before and _regular(before, shape, task.ndim)), ())
+    kinds, in_rows = dict(task.kinds), dict(arrays)
+    for name, before in axes.items():
+        if before:
+            kinds[name] = "group" if before == chosen else "full"
     for name, array in arrays.items():
         if axes.get(name):
             array = array if name in mapped else array[None]
@@ -258,10 +259,10 @@ def _in_rows(
                 array = jnp.expand_dims(array, range(1, len(shape) - task.ndim))
             of_one = array.shape[1:] if kinds[name] == "group" else shape[1:]
             whole = name in of_samples or kinds[name] == "full"
-            found[name] = jnp.broadcast_to(array, (size if whole else 1, *of_one))
+            in_rows[name] = jnp.broadcast_to(array, (size if whole else 1, *of_one))
         elif name not in axes and name not in mapped:
-            found[name] = jnp.broadcast_to(array, (size, *array.shape))
-    return replace(task, kinds=tuple(kinds.items()), group_axes=chosen), found
+            in_rows[name] = jnp.broadcast_to(array, (size, *array.shape))
+    return replace(task, kinds=tuple(kinds.items()), group_axes=chosen), in_rows
 
 
 def _regular(axes: tuple[int, ...], shape: tuple[int, ...], ndim: int) -> bool:
@@ -272,7 +273,7 @@ def _regular(axes: tuple[int, ...], shape: tuple[int, ...], ndim: int) -> bool:
 
 
 def batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:
-    """The arrays by name, and the names of those that have a batch axis, which is then their first."""
+    """Return the arrays by name, each batch axis moved to the front, and the names of those that have one."""
     mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     moved = (array if dim is None else jnp.moveaxis(array, dim, 0) for array, dim in zip(arrays, dims, strict=True))
     return dict(zip(names, moved, strict=True)), mapped

@@ -29,10 +29,10 @@ OF_ROWS = ("full", "per_row", "per_block")
 
 
 def prepared(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """The arrays in the types that the primitives take.
+    """Return the arrays in the types that the primitives take.
 
-    In shard_map they vary over the same axes of the mesh: so a weight that all devices share gets the sum of their
-    gradients. Over explicit axes rows are split as those of x, and columns are not.
+    In shard_map all of them vary over the same axes of the mesh, so that a weight that devices share gets the sum of
+    their gradients. Over explicit axes rows are split as those of x, and columns are not split.
     """
     varying = {name: jax.typeof(array).mat.varying for name, array in arrays.items()}
     axes = frozenset().union(*varying.values())
@@ -51,7 +51,7 @@ def prepared(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 
 
 def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays `wanted`, of those in `names`."""
+    """Return the arrays `wanted`, computed from those in `names`."""
     x = arrays[_place_of_rows(task, names)]
     leading = x.ndim - task.ndim
     if not leading:
@@ -72,7 +72,7 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
 
 
 def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The results for the rows that a device holds, gradients of operands those of all rows."""
+    """Return the results for the rows that a device holds, and the gradients of operands for all rows."""
     local = xla_call.kernel(task, names, wanted, *arrays)
     results = []
     for name, array in zip(wanted, local, strict=True):
@@ -88,7 +88,7 @@ def _place_of_rows(task: Task, names: Names) -> int:
 
 
 def _splits(task: Task) -> bool:
-    """Return whether rows may be split, which those of a seed may not: a row draws by its number among all of them."""
+    """Return whether rows may be split. With a seed they may not, as a row draws by its number among all rows."""
     return SEED not in task.operation.operands
 
 
@@ -104,7 +104,7 @@ def _spec(task: Task, name: str, rows: Rows) -> PartitionSpec:
 
 
 def _own(task: Task, name: str, rows: Rows) -> Rows:
-    """The axes of the mesh that split each leading axis of an array."""
+    """Return the axes of the mesh that split each leading axis of an array."""
     if task.kind(name) == "group":
         return tuple(entry if axis in task.group_axes else () for axis, entry in enumerate(rows))
     return rows if task.kind(name) in OF_ROWS else ()
@@ -155,8 +155,9 @@ def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh
 
 
 def _row_axes(x: jax.ShapeDtypeStruct, leading: int, mesh: Mesh) -> Rows:
-    """The axes of the mesh that split each leading axis of x; only those that split it into equal parts, as the parts
-    of others would be filled up with rows that do not exist, and summed.
+    """Return the axes of the mesh that split each leading axis of x into equal parts.
+
+    Unequal parts would be filled up with rows that do not exist, which would be summed too.
     """
     spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
     rows = []
@@ -168,11 +169,11 @@ def _row_axes(x: jax.ShapeDtypeStruct, leading: int, mesh: Mesh) -> Rows:
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh in an entry of a PartitionSpec."""
+    """Return the axes of the mesh in an entry of a PartitionSpec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _sum(gradient: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Over devices, in the arithmetic of the norm: each has rounded its own part once."""
+    """Sum over devices, each of which has rounded its own part once, in the arithmetic of the norm."""
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
     return jax.lax.psum(gradient.astype(wide), tuple(axes)).astype(gradient.dtype)

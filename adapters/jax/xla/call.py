@@ -27,7 +27,7 @@ from . import target as choice
 
 
 def kernel(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays `wanted`, of those in `names`."""
+    """Return the arrays `wanted`, computed from those in `names`."""
     formula = jax.make_jaxpr(partial(_formula, task, names, wanted))(*arrays)
     return tuple(kernel_p.bind(*arrays, formula=formula, task=task, names=names, wanted=wanted))
 
@@ -75,8 +75,10 @@ class Launch(NamedTuple):
 
 
 def launches(plan: Plan, numbers: Mapping[str, float], wanted: Names) -> list[Launch]:
-    """Every launch of a plan, `numbers` its scalars by name. XLA gives what a call writes a buffer of its own, so a
-    launch has no more than it declares; of results that are not `wanted` pointers are null.
+    """Return every launch of a plan with the scalars `numbers` by name.
+
+    XLA allocates a buffer for all that a call writes, so a launch declares no more than is `wanted`, and the pointers
+    of other results are null.
     """
     return [_launch(step, numbers, (*wanted, WORKSPACE)) for step in plan.steps]
 
@@ -132,16 +134,16 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
 
 
 def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *arrays: jax.Array):
-    """The launches from Python, once for each run of the program, or for each capture of it in a CUDA graph."""
+    """Launch from Python, once for each run of the program, or for each capture of it in a CUDA graph."""
     problem, numbers = plan.problem, _numbers(task)
     scalars = [numbers[name] for name in problem.scalars]
 
     def run(context, results, *arguments) -> None:
         given = zip((*names, *wanted, WORKSPACE), (*arguments, *results), strict=False)
-        found = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
-        pointers = [found.get(name, 0) for name in problem.pointers]
-        with of_memory(found[names[0]]) as device_id:
-            launch.run(plan, device_id, context.stream, (*pointers, *scalars), found.get(WORKSPACE, 0))
+        addresses = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
+        pointers = [addresses.get(name, 0) for name in problem.pointers]
+        with of_memory(addresses[names[0]]) as device_id:
+            launch.run(plan, device_id, context.stream, (*pointers, *scalars), addresses.get(WORKSPACE, 0))
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, _as_bits(aval.dtype)) for aval in avals]
     if plan.workspace:
@@ -152,11 +154,11 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
 
 
 def _numbers(task: Task) -> dict[str, float]:
-    """The scalars of a plan, by name."""
+    """Return the scalars of a plan, by name."""
     return {"eps": task.eps, **dict(task.numbers)}
 
 
 def _as_bits(dtype: numpy.dtype) -> numpy.dtype:
-    """The interface of arrays on CUDA has neither bfloat16 nor formats of 8 bits."""
+    """Return an integer dtype for bfloat16 and FP8, which the interface of arrays on CUDA does not have."""
     known = dtype.name in ("float16", "float32", "float64")
     return dtype if known else numpy.dtype(f"uint{8 * dtype.itemsize}")

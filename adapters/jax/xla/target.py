@@ -1,5 +1,6 @@
-"""For which GPU, and in which of two ways, kernels enter a jit. Found out once, when the first program is lowered for
-CUDA; `python -m cunorm info` shows it.
+"""For which GPU, and in which of two ways, kernels enter a jit.
+
+Both are found out once, when the first program is lowered for CUDA. `python -m cunorm info` shows them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_ARCH = 90
 
 
 class Call(NamedTuple):
-    """`kind` is "ptx" or "callback"."""
+    """How kernels are launched, and why; `kind` is "ptx" or "callback"."""
 
     kind: str
     reason: str
@@ -33,7 +34,7 @@ class Call(NamedTuple):
 
 @cache
 def gpu() -> Any:
-    """The first GPU that JAX uses; None where programs for CUDA can only be lowered."""
+    """Return the first GPU that JAX uses, None where programs for CUDA can only be lowered."""
     try:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -41,16 +42,16 @@ def gpu() -> Any:
 
 
 def device(function: str) -> Device:
-    """The GPU that plans are made for: JAX's first one, without any the one that CUNORM_XLA_ARCH names, 90 an H200."""
-    found = gpu()
-    if found is None:
+    """Return the GPU that plans are made for: JAX's first one, or without any the one that CUNORM_XLA_ARCH names."""
+    first = gpu()
+    if first is None:
         arch = os.environ.get(ARCH_VARIABLE, str(DEFAULT_ARCH))
-        known = {str(number): one for number, one in devices.KNOWN.items()}
+        known = {str(number): known_device for number, known_device in devices.KNOWN.items()}
         if arch not in known:
             raise ValueError(f"{function}: {ARCH_VARIABLE} must be one of {', '.join(known)}; got {arch!r}.")
         return known[arch]
     try:
-        return devices.current(found.local_hardware_id)
+        return devices.current(first.local_hardware_id)
     except ImportError as error:
         raise ImportError(
             f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). {devices.INSTALL}."
@@ -90,7 +91,7 @@ def _probed() -> Call:
 
 
 def _why_no_ptx() -> str:
-    """Why XLA does not run a tiny kernel of PTX; empty if it does."""
+    """Return why XLA does not run a tiny kernel of PTX, empty if it does."""
     too_new = compile.why_ptx_is_too_new()
     if too_new:
         return too_new
@@ -109,7 +110,7 @@ extern "C" __global__ void cunorm_probe(const float* x, float* y) { y[threadIdx.
 
 
 def _double(x: jax.Array) -> jax.Array:
-    one = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
+    ones = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
     return jax.ffi.ffi_call(PTX_TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         name="cunorm_probe",
@@ -117,5 +118,5 @@ def _double(x: jax.Array) -> jax.Array:
         kernel_data=compile.compile_ptx(PROBE, "cunorm_probe", device("cunorm").arch),
         block_x=numpy.int32(x.size),
         shared_mem_bytes=numpy.int32(0),
-        **one,
+        **ones,
     )

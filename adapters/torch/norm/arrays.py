@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...call import broadcasting
 from ...call import checks as core
-from ...call.backend import Norm
-from ...call.checks import Layout
-from ...call.store import Float8Store, check_x, scales_shape
-from ...operation import NORMS, SEED, Operation, name_of
+from ...call.backend import CallOptions
+from ...call.checks import Layout, NormTuple
+from ...call.store import check_x, scales_shape
+from ...operation import NORMS, SEED, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
 from .calls import Call, call_of
@@ -29,12 +29,12 @@ from .launching import Saved
 from .repeats import keep, known_call, remember_call
 
 
-def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
+def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tuple[Tensor, ...]:
     """Run `Backend.norm`; y is differentiable unless it is written to `out`."""
-    function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
+    function, _, zero_centered_gamma, _, sm_margin, statistics = options
+    x, weight, bias = arrays
     tensors = (x, weight, bias, out)
-    options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
-    shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
+    shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, (*options[1:5], eps))
     if out is not None:
         _check_out(function, "out", tensors, layouts, len(shape))
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
@@ -67,14 +67,14 @@ def _recipe_to(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tenso
 
 @torch.no_grad()
 def norm_backward(
-    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
+    options: NormTuple, arrays: Sequence[Any], dx_out: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Run `Backend.norm_backward`."""
-    function, _, zero_centered_gamma, _, sm_margin = asked
+    function, _, zero_centered_gamma, _, sm_margin, _ = options
     operation = name_of(function.removesuffix("_backward"), zero_centered_gamma)
-    options = (zero_centered_gamma, output_mask, sm_margin)
+    dy, x, mean, rstd, weight = arrays
     tensors = (dy, x, mean, rstd, weight, dx_out)
-    mask, layouts = checked_once(_check_backward, function, tensors, options)
+    mask, layouts = checked_once(_check_backward, function, tensors, options[1:])
     if dx_out is not None:
         _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
@@ -98,15 +98,13 @@ def norm_backward(
     return dx_out.copy_(dx), dweight, dbias
 
 
-def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
+def _check_forward(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
     """Check the arguments of a forward pass and return (normalized_shape, dtype of y, eps, layouts)."""
     layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
     if dtype is not None:
         dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else core.dtype_name(function, dtype)
-    parameters = (layouts.get(name) for name in ("weight", "bias", "out"))
-    shape, y_dtype = core.check_forward(
-        function, layouts["x"], normalized_shape, *parameters, dtype, zero_centered_gamma=zero_centered_gamma
-    )
+    options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
+    shape, y_dtype = core.check_forward(options, layouts)
     eps = core.check_eps(function, eps)
     _check_sm_margin(function, sm_margin, tensors[0])
     return torch.Size(shape), getattr(torch, y_dtype), eps, layouts
@@ -123,14 +121,15 @@ def _written(out: Tensor) -> None:
         torch.autograd.graph.increment_version(out)
 
 
-def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin):
+def _check_backward(function, tensors, *others):
     """Check the arguments of a backward pass and return (which gradients are wanted, layouts)."""
-    layer_norm = function.startswith("layer_norm")
+    options = core.NormOptions(function, *others)
+    is_layer_norm = function.startswith("layer_norm")
     named = dict(zip(("dy", "x", "mean", "rstd", "weight", "dx_out"), tensors, strict=True))
-    layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
-    core.check_backward(function, *map(layouts.get, named), zero_centered_gamma=zero_centered_gamma)
-    _check_sm_margin(function, sm_margin, named["x"])
-    return core.check_output_mask(function, output_mask, 3 if layer_norm else 2, named["dx_out"]), layouts
+    layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if is_layer_norm else ())))
+    core.check_backward(options, layouts)
+    _check_sm_margin(function, options.sm_margin, named["x"])
+    return core.check_output_mask(function, options.returns, 3 if is_layer_norm else 2, named["dx_out"]), layouts
 
 
 _checked: dict[Hashable, Any] = {}  # results of checks that passed, by the layouts and options of the call
@@ -206,14 +205,11 @@ def _check_out(
     core.check_out_memory(function, name, out, out_pointer, inputs, ndim)
 
 
-def norm_float8(
-    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
-) -> tuple[Tensor, ...]:
+def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: Any) -> tuple[Tensor, ...]:
     """Run `Backend.norm_float8`; its results are not differentiable."""
-    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    tensors = (x, weight, bias)
-    options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
-    shape, eps = checked_once(_check_float8, function, tensors, options)
+    function, _, zero_centered_gamma, _, sm_margin, store = options
+    x, weight, bias = tensors = tuple(arrays)
+    shape, eps = checked_once(_check_float8, function, tensors, (*options[1:5], eps))
     float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     present = {"x": x, "weight": weight, "bias": bias}
@@ -225,21 +221,12 @@ def norm_float8(
     return (y8, scales, results["y"].reshape(x.shape)) if store.wide else (y8, scales)
 
 
-def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma, sm_margin):
+def _check_float8(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
     """Check the arguments of a norm with FP8 output and return (normalized_shape, eps)."""
-    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
-    layouts = layouts_of(function, named, required=("x",))
+    layouts = layouts_of(function, dict(zip(("x", "weight", "bias"), tensors, strict=True)), required=("x",))
     check_x(function, layouts["x"])
-    shape, _ = core.check_forward(
-        function,
-        layouts["x"],
-        normalized_shape,
-        layouts.get("weight"),
-        layouts.get("bias"),
-        None,
-        None,
-        zero_centered_gamma=zero_centered_gamma,
-    )
+    options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
+    shape, _ = core.check_forward(options, layouts)
     _check_sm_margin(function, sm_margin, tensors[0])
     return shape, core.check_eps(function, eps)
 
@@ -247,46 +234,33 @@ def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma,
 # Operations made by `cunorm.fuse`.
 
 
-def forward(
-    function: str,
-    operation: Operation,
-    x: Tensor,
-    operands: Mapping[str, Any],
-    eps: float,
-    *,
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    statistics: bool,
-    sm_margin: int,
-    float8: Float8Store | None = None,
-    scale: Any = None,
-) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+def forward(options: CallOptions, arrays: Mapping[str, Any], eps: float, scale: Any = None) -> dict[str, Tensor]:
     """Run `Backend.forward`; y and s are differentiable, but not an FP8 output."""
+    function, operation, demanded, dtype, s_dtype, sm_margin, statistics, store, _, _ = options
     if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
         eps = core.check_eps(function, eps)
-    tensors, scalars = _told_apart(function, x, operands, demanded)
+    tensors, scalars = _told_apart(options, arrays)
     names = tuple(tensors)
-    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
-    if float8:
-        options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
-        results = forward_of(function, operation, tensors, scalars, eps, **options, store=float8, scale=scale)
-        return results, None, None
-    call = call_of(function, operation, names[1:], tuple(scalars), demanded, dtype, s_dtype, margins)
-    results, row_statistics = dispatch.run(call, tuple(tensors.values()), tuple(scalars.values()), eps, statistics)
-    mean = rstd = None
+    sm_margin = core.check_sm_margin(function, sm_margin, None)
+    if store:
+        kinds = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin}
+        return forward_of(function, operation, tensors, scalars, eps, **kinds, store=store, scale=scale)
+    call = call_of(function, operation, names[1:], tuple(scalars), demanded, dtype, s_dtype, (sm_margin,) * 3)
+    values, row_statistics = dispatch.run(call, tuple(tensors.values()), tuple(scalars.values()), eps, statistics)
+    results = dict(zip(operation.returns, values, strict=True))
     if row_statistics is not None:
-        mean, rstd = mean_and_rstd(row_statistics)
-    return dict(zip(operation.returns, results, strict=True)), mean, rstd
+        results |= dict(zip(operation.statistics, row_statistics.unbind(), strict=True))
+    return results
 
 
-def _told_apart(
-    function: str, x: Tensor, operands: Mapping[str, Any], demanded: broadcasting.Kinds
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Split the operands into tensors, x among them, and numbers; one of a demanded kind must be a tensor."""
+def _told_apart(options: CallOptions, arrays: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Split x and the operands into tensors and numbers; an operand of a demanded kind must be a tensor."""
+    x, function = arrays["x"], options.function
     tensors, scalars = {"x": x}, {}
-    no_numbers = (SEED, *dict(demanded))
-    for name, operand in operands.items():
+    no_numbers = (SEED, *dict(options.demanded))
+    for name, operand in arrays.items():
+        if name == "x":
+            continue
         if isinstance(operand, Tensor):
             tensors[name] = operand.expand(x.shape[-1:]) if operand.dim() == 0 and x.dim() and name != SEED else operand
         elif name not in no_numbers and (isinstance(operand, numbers.Real) or type(operand) is torch.SymFloat):
@@ -301,29 +275,22 @@ def _told_apart(
 
 
 @torch.no_grad()
-def backward(
-    function: str,
-    operation: Operation,
-    arrays: Mapping[str, Any],
-    wanted: Sequence[str],
-    *,
-    demanded: broadcasting.Kinds,
-    s_dtype: str | None,
-    sm_margin: int,
-) -> dict[str, Tensor]:
+def backward(options: CallOptions, arrays: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Tensor]:
     """Run `Backend.backward`. A tensor without axes stands for a column filled with its number."""
-    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
+    function, operation, demanded = options.function, options.operation, options.demanded
+    margins = (core.check_sm_margin(function, options.sm_margin, None),) * 3
     statistic_names = NORMS[operation.norm].statistics
     needed = ("x", *statistic_names)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
-    operands = {name: arrays[name] for name in operation.operands if name in arrays}
-    tensors, scalars = _told_apart(function, arrays["x"], operands, demanded)
+    tensors, scalars = _told_apart(
+        options, {name: arrays[name] for name in ("x", *operation.operands) if name in arrays}
+    )
     others = {name: arrays[name] for name in ("dy", "ds", "s", *statistic_names) if name in arrays}
     layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
     x = layouts["x"]
     known = {name: layouts[name] for name in tensors if name != "x"} | scalars
     broadcasting.check_operands(function, x, known, demanded=demanded)
-    row_dtype = s_dtype or layouts.get("s", x).dtype
+    row_dtype = options.s_dtype or layouts.get("s", x).dtype
     broadcasting.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in statistic_names])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))

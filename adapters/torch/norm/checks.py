@@ -83,16 +83,15 @@ def forward(
     tensors that no kernel reads.
     """
     function = function_of(operation)
-    layouts = [
-        None if tensor is None else layout(function, name, tensor)
+    layouts = {
+        name: layout(function, name, tensor)
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
-    ]
-    shape = layouts[0].shape[-ndim:]
+        if tensor is not None
+    }
+    shape = layouts["x"].shape[-ndim:]
     if any(isinstance(size, torch.SymInt) for size in shape):
         return  # a row length that torch.compile holds open is checked when the kernel runs
-    raising_as_torch(
-        core.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
-    )
+    raising_as_torch(core.check_forward, core.NormOptions(function, shape, False, None, 0, False), layouts)
     output_dtype(function, dtype)
 
 

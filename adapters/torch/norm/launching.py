@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import logs
 from ...call import broadcasting
+from ...call.backend import CallOptions
 from ...call.checks import Layout
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
@@ -201,18 +202,11 @@ def _forward_recipe(
     call: Call, tensors: Sequence[Tensor], layouts: dict[str, Layout], sm_margin: int, aligned: bool
 ) -> Forward:
     """Make the recipe of a forward pass."""
-    recipe = forward_recipe(
-        call.function,
-        call.operation,
-        given_of(call, layouts),
-        gpu.properties_of(call.function, tensors[0]),
-        demanded=call.demanded,
-        dtype=call.dtype,
-        s_dtype=call.s_dtype,
-        sm_margin=sm_margin,
-        aligned=aligned,
-        float8=call.store,
+    options = CallOptions(
+        call.function, call.operation, call.demanded, call.dtype, call.s_dtype, sm_margin, store=call.store
     )
+    device = gpu.properties_of(call.function, tensors[0])
+    recipe = forward_recipe(options, given_of(call, layouts), device, aligned=aligned)
     leading = tensors[0].shape[:-1]
     written = tuple(name for name, _, _ in recipe.written)
     scale_names = ("y8_scale",) if len(tensors) > len(call.names) else ()
@@ -437,17 +431,9 @@ def _backward_recipe(
         leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device)
     )
     read |= {name: statistics_layout for name in NORMS[call.operation.norm].statistics if name in reads}
-    recipe = backward_recipe(
-        function,
-        call.operation,
-        given_of(call, layouts) | read,
-        wanted,
-        gpu.properties_of(call.function, statistics),
-        demanded=call.demanded,
-        s_dtype=call.s_dtype,
-        sm_margin=call.sm_margins[1],
-        aligned=aligned,
-    )
+    options = CallOptions(function, call.operation, call.demanded, s_dtype=call.s_dtype, sm_margin=call.sm_margins[1])
+    device = gpu.properties_of(call.function, statistics)
+    recipe = backward_recipe(options, given_of(call, layouts) | read, wanted, device, aligned=aligned)
     written = [name for name, _, _ in recipe.written]
     gradients = dict(recipe.gradients)
     sums = {wanted.index(name): (axes, shape, getattr(torch, dtype)) for axes, (name, shape, dtype) in recipe.reduced}

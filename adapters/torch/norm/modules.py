@@ -69,9 +69,9 @@ class _Norm(Options):
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
         _, _, sm_margin = checks.sm_margins(name, self.sm_margin)
-        options = (f"{op}_fp8", self.normalized_shape, self.zero_centered_gamma, None, sm_margin)
         store = Float8Store(E4M3, "row", wide=False)
-        y, scale = arrays.norm_float8(options, x, self.weight, bias, checks.eps(op, self.eps, x), store, None)
+        options = (f"{op}_fp8", self.normalized_shape, self.zero_centered_gamma, None, sm_margin, store)
+        y, scale = arrays.norm_float8(options, (x, self.weight, bias), checks.eps(op, self.eps, x), None)
         return y, scale
 
     def reset_parameters(self) -> None:
