@@ -34,6 +34,7 @@ def test_results_of_different_commits_are_refused(tmp_path, capsys, commits, ref
     assert list(load(paths, commit="a").by_commit()) == ["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cells", "rows", "cols"),
     [

@@ -30,6 +30,7 @@ def test_info_tells_the_versions_that_are_installed(tmp_path):
     assert fields["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
+@pytest.mark.slow
 def test_info_says_the_same_in_words(tmp_path):
     fields = json.loads(output_of(command(tmp_path, "info", "--json")))
     lines = output_of(command(tmp_path, "info")).splitlines()
@@ -93,6 +94,7 @@ def test_info_of_two_gpus(monkeypatch, reached, access, exchange):
     assert info.report()["exchange"].startswith(exchange)
 
 
+@pytest.mark.slow
 def test_info_counts_the_files_of_the_kernel_cache(tmp_path, kernel_cache):
     cache = json.loads(output_of(command(tmp_path, "info", "--json", environment=kernel_cache.variables)))[
         "kernel_cache"
@@ -156,6 +158,7 @@ def test_compile_refuses_what_would_be_ignored(tmp_path, options, needless):
     assert_fails_in_one_line(result, 2, f"{expected} (see python -m cunorm compile --help)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "kernels"), PROBLEMS)
 def test_compile_shows_registers_without_a_gpu(tmp_path, problem, kernels):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
@@ -263,6 +266,7 @@ def test_cache_clear_says_what_it_could_not_read(tmp_path):
     assert_fails_in_one_line(result, 1, "/dev/null/cache")
 
 
+@pytest.mark.slow
 def test_without_a_command_it_lists_them(tmp_path):
     output = output_of(command(tmp_path))
     assert output == output_of(command(tmp_path, "--help"))

@@ -17,6 +17,7 @@ def errors(output: str) -> dict[str, float]:
     return {name: float(error) for name, error in rows}
 
 
+@pytest.mark.slow
 def test_demo_says_that_the_host_path_ran_and_why(tmp_path):
     output = output_of(command(tmp_path, "demo"))
     assert "host path (NumPy): no GPU (" in output
@@ -32,6 +33,7 @@ def test_demo_without_cupy_says_so(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_demo_shows_the_rounding_of_float16_as_error(tmp_path):
     found = errors(output_of(command(tmp_path, "demo")))
     # Half a unit in the last place of the largest value: y < 8, dx < 2, sums < 256.
@@ -41,6 +43,7 @@ def test_demo_shows_the_rounding_of_float16_as_error(tmp_path):
         assert 0 < found[name] <= 1.01 * bound + 1e-9
 
 
+@pytest.mark.slow
 def test_demo_of_8_bits(tmp_path):
     """3 bits of mantissa: 0.0265 of one operand, 0.0375 of two."""
     output = output_of(command(tmp_path, "demo", "--fp8"))
@@ -49,6 +52,7 @@ def test_demo_of_8_bits(tmp_path):
     assert 0.02 < float(found["norm to 8 bits"]) < 0.03 < float(found["product after it"]) < 0.045
 
 
+@pytest.mark.slow
 def test_demo_draws_a_row(tmp_path):
     pytest.importorskip("matplotlib")
     numpy.save(tmp_path / "x.npy", ARRAYS["float32"])

@@ -152,6 +152,7 @@ def traced_plan(plan) -> Expression:
     return trace(lambda a, b, c: build(plan, (a, b, c)) + 0 * a)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=PLANS, seed=st.integers(0, 2**32 - 1))
 def test_any_expression_is_read_back_and_differentiated(plan, seed):

@@ -261,6 +261,7 @@ ODD = [("float64", 1000), ("float16", 20001), ("bfloat16", 80001), ("bfloat16", 
 ODD += [("bfloat16", 300000)]
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize(("dtype", "cols"), ODD)
 def test_no_kernel_of_odd_rows_spills(dtype, cols):

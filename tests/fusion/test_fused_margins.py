@@ -118,6 +118,7 @@ def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
         assert same_bits(on_host(one), on_host(other))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_kernels_in_turns_take_no_more_than_others():
     task = problem("backward", 10**5, 600_001, "bfloat16", sm_margin=100)

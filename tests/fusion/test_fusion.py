@@ -145,6 +145,7 @@ def computed(tree: Any, values: dict[str, Any]) -> Any:
     return {"tanh": tanh, "sigmoid": sigmoid, "exp": lambda x: sigmoid(x) ** 2}[function](left + 0.5 * right)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["layer_norm", "rms_norm"]), trees(), trees())
 def test_gradients_are_the_limits_of_differences(norm, before, after):

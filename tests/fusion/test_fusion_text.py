@@ -21,6 +21,7 @@ from cunorm.plan.problem import Groups, backward_problem, forward_problem
 from cunorm.plan.resources import shared_memory
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [75, 90, 100])
 @pytest.mark.parametrize("name", CASES)

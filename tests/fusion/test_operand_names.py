@@ -88,6 +88,7 @@ def is_refused(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_no_name_is_refused_but_those_of_the_call_and_of_texts_of_expressions():
     names = {*library_names(), *OF_THE_CALL}
     assert len(names) > 3000

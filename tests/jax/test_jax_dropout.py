@@ -38,6 +38,7 @@ def gradients(function, arrays, seed, cotangents):
     return [*results], [*pull(cotangents)]
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("shape", [(3, 5, 33)], ids=str)
 def test_values_and_gradients_are_those_of_a_mask(device, shape):
@@ -54,6 +55,7 @@ def test_values_and_gradients_are_those_of_a_mask(device, shape):
     close(gradients(again, arrays, seed, cotangents), expected, 1e-3, 1e-4)
 
 
+@pytest.mark.slow
 @on_devices
 def test_second_derivatives(device):
     (x, *others), seed, _ = given(device, 4, COLS)
@@ -64,6 +66,7 @@ def test_second_derivatives(device):
     close(twice(call), twice(masked), 1e-3, 1e-3)
 
 
+@pytest.mark.slow
 @on_devices
 def test_vmap_draws_of_each_sample_what_it_draws_alone(device):
     (x, residual, weight), seed, (dy, ds) = given(device, 3, 4, COLS)
@@ -88,6 +91,7 @@ def test_numbers_are_those_of_numpy():
         assert (numpy.asarray(found) == uniform(SEED.view("int64")[0], shape, numpy)).all()
 
 
+@pytest.mark.slow
 def test_a_program_for_cuda_has_no_mask():
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     x, weight = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 1024), (1024,)))

@@ -107,6 +107,7 @@ def test_a_margin_wider_than_the_gpu():
         lowered(lambda x: layer_norm(x, sm_margin=10_000), random(3, COLS))
 
 
+@pytest.mark.slow
 def test_the_adapter_imports_no_gpu_library():
     """On a CPU it works without CuPy."""
     program = (

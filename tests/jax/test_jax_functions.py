@@ -281,6 +281,7 @@ def test_slices_and_transposes(device):
         close(mine, expected)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_functions_of_cunorm(device, op):

@@ -150,6 +150,7 @@ def arguments(device, *leading, cols=12):
     return (*rows, random(cols, device=device, seed=2), random(cols, device=device, seed=3))
 
 
+@pytest.mark.slow
 @on_devices
 def test_derivatives(device):
     """Of both results or one of them, in both modes and twice."""
@@ -165,6 +166,7 @@ def test_derivatives(device):
     alike(lambda f: gradient(jax.checkpoint(f)), *arrays)
 
 
+@pytest.mark.slow
 @on_devices
 def test_in_shard_map(device):
     """Of both results and of each, on one device; of several: test_jax_sharding.py."""
@@ -235,6 +237,7 @@ def test_operands_for_groups_of_rows(device, shapes):
         close(jax.tree.map(lambda one: one[1], mapped), of_second, 1e-3, 1e-4)
 
 
+@pytest.mark.slow
 def test_vectors_for_groups_are_not_spread_over_their_rows():
     """Neither those of a call nor those that vmap brings."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
@@ -381,6 +384,7 @@ def expected_launches(problem):
     return [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [("dx", "dweight"), ("dx",)])
 @pytest.mark.parametrize("cols", [33, 4096, 65536])
 def test_a_program_for_cuda_has_the_launches_of_the_plan(cols, wanted):

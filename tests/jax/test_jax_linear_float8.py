@@ -76,6 +76,7 @@ def test_gradients_are_those_of_the_product_in_16_bits(keep_normalized):
     assert all(bool((found[name] == expected[name]).all()) for name in given)
 
 
+@pytest.mark.slow
 @on_devices
 def test_transformations(device):
     """vmap over x and over kernel; jvp and second derivatives run."""

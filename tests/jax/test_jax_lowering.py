@@ -59,6 +59,7 @@ def gradient(op):
     return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", COLUMNS)
 @pytest.mark.parametrize("rows", [1, 300])

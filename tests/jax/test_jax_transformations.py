@@ -41,6 +41,7 @@ def alike(op, make, *arrays):
     close(mine, expected)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_gradient_eager_and_jitted(device, op):
@@ -110,6 +111,7 @@ def test_vmap_of_vmap_and_of_forward_mode(device):
     alike("layer_norm", lambda f: twice(lambda *a: jax.jvp(f, a, a)), x, weights, bias)
 
 
+@pytest.mark.slow
 @on_devices
 def test_under_vmap_one_launch_takes_all_rows(device):
     """And under grad of vmap the kernel sums dweight and dbias over all of them."""

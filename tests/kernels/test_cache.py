@@ -205,6 +205,7 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("name", UNKEPT)
 def test_kernels_that_cannot_be_kept_cost_time_and_one_line(nvrtc_calls, monkeypatch, lines, tmp_path, name):
@@ -230,6 +231,7 @@ def test_files_of_the_cache_are_for_whom_the_umask_allows(tmp_path, umask, mode)
     assert [*file.parent.iterdir()] == [file]
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_filling_a_cache_that_cannot_be_written_fails(tmp_path):
     options = ("--cols", "100", "--dtype", "float16", "--arch", "90")

@@ -72,6 +72,7 @@ def test_several_lengths_dtypes_and_architectures(compiled, cache, tmp_path):
     assert counted == f"{count} kernels, {size:,} bytes; 1 other files\n"
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_second_run_compiles_nothing(compiled, tmp_path):
     compiled(*ONE_ROW, "--arch", "90")
@@ -82,6 +83,7 @@ def test_a_second_run_compiles_nothing(compiled, tmp_path):
     assert registers == str(200 + len(known) - 1)
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_kernel_that_is_gone_is_compiled_again(compiled, tmp_path):
     """Though what ptxas said of it is known."""
@@ -92,6 +94,7 @@ def test_a_kernel_that_is_gone_is_compiled_again(compiled, tmp_path):
     assert sorted((tmp_path / "cache").glob("*.cubin")) == kept
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_without_lengths_nothing_is_kept_but_what_was_found(compiled, monkeypatch, tmp_path):
     monkeypatch.setattr(
@@ -102,6 +105,7 @@ def test_without_lengths_nothing_is_kept_but_what_was_found(compiled, monkeypatc
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["cunorm_compiled.json"]
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("content", ["", "{"])
 def test_results_that_cannot_be_read_are_made_again(compiled, tmp_path, content):
@@ -112,6 +116,7 @@ def test_results_that_cannot_be_read_are_made_again(compiled, tmp_path, content)
     assert len(json.loads((directory / "cunorm_compiled.json").read_text())) == kernels(90) == 3
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, compiled):
     monkeypatch.setattr(compilation, "SHARED_LIMIT", 1000)  # sum_partials takes 1024
@@ -134,6 +139,7 @@ def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
         assert kept >= set(matrix.kernels_of([replace(problem, rows=rows) for problem in problems], KNOWN[90])), rows
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_an_architecture_has_the_kernels_of_each_gpu_that_is_known(monkeypatch):
     """Of rows of 1600 columns an H100 and an H200 have different ones."""

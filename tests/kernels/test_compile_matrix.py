@@ -112,6 +112,7 @@ def test_the_set_reaches_every_tier(direction, arch):
     assert {name for name in kernels if name.startswith("forward")} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 100, matrix.ROWS])
 @pytest.mark.parametrize("arch", KNOWN)
 def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
@@ -160,6 +161,7 @@ def test_the_set_holds_every_pair_of_values(direction):
         assert len(pairs) == sizes[a] * sizes[b]
 
 
+@pytest.mark.slow
 def test_the_set_holds_the_problems_that_are_common():
     problems = set(matrix.covering(KNOWN[90]))
     for direction in matrix.TABLES:

@@ -69,6 +69,7 @@ def test_rows_fill_their_places_in_part_and_more_than_once(cols, dtype, filled):
     check(Machine(), "layer_norm", x, dy, weight, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moved_by", "output_mask"), [(0, (False, True, True)), (1, (True, True, True)), (1, (False, True, True))]
 )

@@ -67,6 +67,7 @@ def orders(problems: Iterable[Problem], device: Device) -> set:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEVICES)
 def test_beside_a_dy_of_another_dtype_too(name):
     """Backward, where a wider dy leaves less shared memory and fewer registers: at its lengths a tier may have no room

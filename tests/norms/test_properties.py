@@ -368,6 +368,7 @@ class View(NamedTuple):
 views = st.builds(View, st.integers(-8, 8).map(lambda n: 4 * n), st.tuples(STEPS, STEPS | st.just(4)))
 
 
+@pytest.mark.slow
 @several
 @given(x_view=views, out_view=views, shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), backward_too=st.booleans())
 def test_memory_that_overlaps_is_refused_or_harmless(xp, x_view, out_view, shape, backward_too):
@@ -466,6 +467,7 @@ def on_device(xp: Any, value: Any) -> Any:
     return xp.asarray(value) if movable and value.dtype.itemsize <= 8 else value
 
 
+@pytest.mark.slow
 @several
 @given(function=st.sampled_from(sorted(ARGUMENTS)), data=st.data())
 def test_a_mistake_is_a_type_error_or_a_value_error(xp, function, data):

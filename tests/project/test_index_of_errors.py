@@ -58,6 +58,7 @@ def raised(table: str) -> dict[str, Raised | None]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_raises_an_entry(table):
     wrong = {name: one and one.error for name, one in raised(table).items() if not (one and one.entries)}

@@ -161,6 +161,7 @@ def test_importing_imports_no_gpu_library_and_no_framework(tmp_path):
     assert not (GPU_LIBRARIES | FRAMEWORKS) & set(output.split())
 
 
+@pytest.mark.slow
 def test_importing_takes_less_than_150_ms(tmp_path):
     # Time of the processor, which does not count the waiting for other tests that run beside this one.
     program = "from time import process_time as now; start = now(); import cunorm; print(now() - start)"
@@ -292,6 +293,7 @@ def of_cunorm(path: Path) -> set[str]:
     return {name[1:] for name in imports(path) if name.startswith(".")}
 
 
+@pytest.mark.slow
 def test_no_imports_go_in_a_circle():
     graph = {name: of_cunorm(path) - {name} for name, path in NAMES.items()}
     assert {"plan.plan", "torch.norm.functional", "jax.xla.call"} <= set(graph)

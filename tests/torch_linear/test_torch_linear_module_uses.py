@@ -19,6 +19,7 @@ from torch_linear_module import (  # noqa: E402
 from torch_tensors import compiled_on_devices, on_devices, random  # noqa: E402
 
 
+@pytest.mark.slow
 @compiled_on_devices
 @splits
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -219,6 +219,7 @@ def test_the_backward_pass_has_the_dtypes_of_the_forward_pass(driver):
             same_bits(gradients(y, wanting, [dy]), expected)
 
 
+@pytest.mark.slow
 def test_tensors_are_not_kept(driver):
     call, wanting, dy = a_call()
     kept = [weakref.ref(one) for one in wanting]

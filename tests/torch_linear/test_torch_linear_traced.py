@@ -82,6 +82,7 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
     assert "cunorm.norm_linear_backward.default" in [str(node.target) for node in backward.graph.nodes]
 
 
+@pytest.mark.slow
 @on_devices
 def test_opcheck(device):
     x, weight, bias, ln_weight, ln_bias = five(device, torch.float32)

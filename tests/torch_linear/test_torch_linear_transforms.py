@@ -22,6 +22,7 @@ from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
 
 
+@pytest.mark.slow
 @on_devices
 @keeping
 @pytest.mark.parametrize("op", OPS)

@@ -51,6 +51,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -138,6 +139,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper"])
 def test_with_few_elements_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch, name):
     """In both passes, in the same order: what is left to torch costs no operator and no node more."""
@@ -217,6 +219,7 @@ def test_after_replace_norms_its_norms_stay_as_they_are(monkeypatch):
     replaced.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["part", "whole"])
 def test_a_part_that_is_accelerated_already(first):
     """What is left is replaced, and each report takes back its own, in any order."""

@@ -81,6 +81,7 @@ def test_without_a_gradient_nothing_of_ours_is_seen():
     assert not any("cunorm" in name or "aten.cat" in name for name in operators_of(graph))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graphed", "devices", "count"),
     [(True, ("cpu",), 2), (True, ("cuda",), 0), (False, ("cpu",), 0)],
@@ -131,6 +132,7 @@ def test_values_and_gradients(device, dtype, affine):
         assert error <= room * torch.linalg.vector_norm(expected.double())
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_a_model(device, name):
@@ -148,6 +150,7 @@ def test_a_model(device, name):
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [(5, 7, 9, 11), (200, 3, 100)])
 def test_rows_of_any_number_are_compiled_twice_at_most(rows):
     model = Model()
@@ -159,6 +162,7 @@ def test_rows_of_any_number_are_compiled_twice_at_most(rows):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_too_few_elements_export_and_undo(monkeypatch):
     """In each the model's own operators."""
     model, x = Model(), random(5, 64, dtype=torch.float32)

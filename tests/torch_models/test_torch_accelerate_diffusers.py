@@ -39,6 +39,7 @@ def results_of(model: nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
     return {"output": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float32) for name in MODELS] + [("flux", torch.bfloat16)], ids=str

@@ -114,6 +114,7 @@ def test_no_gradient_at_all():
             torch.testing.assert_close(loss_of(model, inputs)[1], before)
 
 
+@pytest.mark.slow
 def test_without_memory_and_moved():
     with torch.device("meta"):
         model, _ = build("llama", device="meta")
@@ -136,6 +137,7 @@ def group(tmp_path):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_in_distributed_data_parallel(group):
     model, inputs = build("llama")
     expected = loss_and_gradients(model, inputs)
@@ -162,6 +164,7 @@ def test_with_fully_shard(group):
     assert left["model.norm"] == "FSDPLlamaRMSNorm is a class made of LlamaRMSNorm, not LlamaRMSNorm itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_under_torch_compile_the_original_is_traced(name):
     graphs: list[list[list[str]]] = [[], []]
@@ -183,6 +186,7 @@ def test_under_torch_compile_the_original_is_traced(name):
     assert not accelerate(compiled).norms.swapped  # finds what is in the wrapper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_was_compiled_and_has_run(whole):
     """Compiled anew with the classes that it has then."""

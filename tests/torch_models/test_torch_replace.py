@@ -99,6 +99,7 @@ def test_what_is_no_model(function):
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5", "mamba2")
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

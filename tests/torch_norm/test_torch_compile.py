@@ -36,6 +36,7 @@ def gradients(function, x, parameters):
     return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_module_without_recompiling_for_other_rows(device, op):

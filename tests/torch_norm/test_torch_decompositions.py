@@ -199,6 +199,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_become_onnx(name):
@@ -210,6 +211,7 @@ def test_modules_become_onnx(name):
     torch.testing.assert_close(y, MODULES[name](x).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("centred", [False, True])
@@ -225,6 +227,7 @@ def test_tensors_of_a_gpu_become_onnx(op, centred):
     assert ("LayerNormalization" in nodes(program)) == (op == "layer_norm")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_rms_norm_becomes_onnx_where_torch_has_a_kernel():
     """torch's norm is then aten._fused_rms_norm, of which torch 2.11 has no ONNX function."""
@@ -248,6 +251,7 @@ def test_modules_on_a_gpu_become_onnx(name):
     torch.testing.assert_close(y, module(x).detach().cpu(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @cases
 def test_an_exported_program_becomes_onnx_once_it_is_decomposed(case):

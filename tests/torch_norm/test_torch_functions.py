@@ -315,6 +315,7 @@ def test_lazy_negative(device):
     torch.testing.assert_close(layer_norm(x, (COLS,)), F.layer_norm(x, (COLS,)))
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivative_of_a_call(device, op):

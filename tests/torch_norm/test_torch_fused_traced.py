@@ -64,6 +64,7 @@ def test_first_and_second_derivatives(device, name):
     assert torch.autograd.gradgradcheck(function, tensors)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", FUSED)
 def test_derivatives_of_the_operator(device, name):
@@ -161,6 +162,7 @@ def gradients_of(function, *tensors, parameters=()):
     return [y, *torch.autograd.grad(y.square().sum(), [*leaves, *parameters])]
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_without_recompiling_for_other_rows(device, backend):
@@ -177,6 +179,7 @@ def test_compiled_without_recompiling_for_other_rows(device, backend):
     assert counter.frame_count == frames
 
 
+@pytest.mark.slow
 @on_devices
 def test_compiled_with_vectors_for_samples(device):
     """Samples of any number and length."""
@@ -196,6 +199,7 @@ def test_compiled_with_vectors_for_samples(device):
     assert counter.frame_count == frames
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_and_loaded(device, strict, tmp_path):

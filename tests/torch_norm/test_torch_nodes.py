@@ -256,6 +256,7 @@ def test_repeated_calls_have_the_bits_of_first_ones(driver, op):
     torch_repeats.first_then_repeated(cases, lambda *case: torch_repeats.results(op, *case))
 
 
+@pytest.mark.slow
 def test_tensors_are_not_kept(driver):
     tensors = [random(4, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2)]
     for call in (lambda x, _: rms_norm(x, (64,)), lambda x, residual: add_rms_norm(x, residual)[0]):
@@ -333,6 +334,7 @@ def test_gradients_that_take_turns_are_described_once(driver, monkeypatch):
         assert len(described) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [rms_norm, add_rms_norm])
 def test_shapes_that_come_and_go(driver, monkeypatch, op):
     """What serves them goes with them, and shapes that come again have nodes."""
@@ -361,6 +363,7 @@ def test_shapes_that_come_and_go(driver, monkeypatch, op):
     assert sum(one() is not None for one in alive) <= 8
 
 
+@pytest.mark.slow
 def test_a_node_keeps_what_it_needs(driver):
     """Its call may be forgotten before the backward pass, the first one or a later one."""
     call, wanting, dy = a_norm("weight and bias")

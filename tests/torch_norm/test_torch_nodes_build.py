@@ -105,6 +105,7 @@ def test_one_process_builds_and_the_others_wait(compiler):
     assert compiler.calls == 1
 
 
+@pytest.mark.slow
 def test_whoever_asked_too_early_asks_again(compiler, monkeypatch):
     """And calls that were described without nodes are described anew."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -207,6 +208,7 @@ def test_what_others_may_write_is_not_loaded(compiler, monkeypatch, change):
         assert compiler.calls == 2
 
 
+@pytest.mark.slow
 def test_files_are_safe_whatever_the_umask(compiler):
     before = os.umask(0)
     try:

@@ -61,6 +61,7 @@ def test_values(device, op, dtype, weight):
     check_backward(op, gradients, dy, x, gamma)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
@@ -81,6 +82,7 @@ def test_second_derivatives_without_weight_over_two_axes(device, op):
     assert torch.autograd.gradgradcheck(function, [x])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_third_derivative(op):
     function, (x, weight, *bias) = apply(op, eps=0.1), example(op, "cpu", 2)

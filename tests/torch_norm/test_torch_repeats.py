@@ -197,6 +197,7 @@ def test_a_mode_above_a_default_device_is_seen(on_a_gpu):
     assert len(on_a_gpu.plans) == launched
 
 
+@pytest.mark.slow
 def test_repeated_calls_with_a_product(on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     first_then_repeated(linear_calls(), linear_results)
