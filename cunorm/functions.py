@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .call.backend import backend_of, known
+from .call.backend import Array, backend_of, known
 from .call.store import store_of
 
 
 def layer_norm(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     *,
     zero_centered_gamma: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     dtype: Any = None,
     sm_margin: int = 0,
-) -> Any:
+) -> Array:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x.
 
     Parameters
@@ -75,16 +75,16 @@ def layer_norm(
 
 
 def rms_norm(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     eps: float = 1e-6,
     *,
     zero_centered_gamma: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     dtype: Any = None,
     sm_margin: int = 0,
-) -> Any:
+) -> Array:
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
     Parameters, results and errors as in `layer_norm`. Zhang, Sennrich, Root Mean Square Layer Normalization, 2019;
@@ -102,17 +102,17 @@ def rms_norm(
 
 
 def layer_norm_forward(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     *,
     zero_centered_gamma: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     dtype: Any = None,
     sm_margin: int = 0,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Array, Array]:
     """`layer_norm` with what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
 
     Parameters and errors as in `layer_norm`.
@@ -136,16 +136,16 @@ def layer_norm_forward(
 
 
 def rms_norm_forward(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     eps: float = 1e-6,
     *,
     zero_centered_gamma: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     dtype: Any = None,
     sm_margin: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """`rms_norm` with what its backward pass needs: (y, rstd), rstd = 1 / sqrt(mean(x²) + eps).
 
     Parameters and errors as in `layer_norm`; rstd as in `layer_norm_forward`.
@@ -164,14 +164,14 @@ def rms_norm_forward(
 
 def layer_norm_backward(
     dy: Any,
-    x: Any,
+    x: Array,
     mean: Any,
     rstd: Any,
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
-    dx_out: Any = None,
+    dx_out: Array | None = None,
     sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy, with g = dy * weight.
@@ -229,13 +229,13 @@ def layer_norm_backward(
 
 def rms_norm_backward(
     dy: Any,
-    x: Any,
+    x: Array,
     rstd: Any,
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
-    dx_out: Any = None,
+    dx_out: Array | None = None,
     sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
@@ -258,7 +258,7 @@ def rms_norm_backward(
 
 
 def layer_norm_fp8(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     bias: Any = None,
@@ -269,7 +269,7 @@ def layer_norm_fp8(
     scale: Any = None,
     dtype: Any = "e4m3",
     sm_margin: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """bytes = round(y * q), q = min(F / max|y|, 2^100), scale = 1 / q, for y = layer_norm(x, ...): y ~ bytes * scale.
 
     F is the largest number of the format, 448 of e4m3 and 57344 of e5m2. y is rounded once, from float32, to nearest
@@ -321,7 +321,7 @@ def layer_norm_fp8(
 
 
 def rms_norm_fp8(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     eps: float = 1e-6,
@@ -331,7 +331,7 @@ def rms_norm_fp8(
     scale: Any = None,
     dtype: Any = "e4m3",
     sm_margin: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """bytes = round(y * q), q = min(F / max|y|, 2^100), scale = 1 / q, for y = rms_norm(x, ...): y ~ bytes * scale.
 
     Parameters, results and errors as in `layer_norm_fp8`; the scale that none exceeds is max(|weight|) sqrt(cols) / F.
@@ -349,7 +349,7 @@ def rms_norm_fp8(
 
 
 def layer_norm_fp8_forward(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     bias: Any = None,
@@ -360,7 +360,7 @@ def layer_norm_fp8_forward(
     scale: Any = None,
     dtype: Any = "e4m3",
     sm_margin: int = 0,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Array, Array]:
     """`layer_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
 
     Parameters and errors as in `layer_norm_fp8`.
@@ -378,7 +378,7 @@ def layer_norm_fp8_forward(
 
 
 def rms_norm_fp8_forward(
-    x: Any,
+    x: Array,
     normalized_shape: int | Sequence[int] | None = None,
     weight: Any = None,
     eps: float = 1e-6,
@@ -388,7 +388,7 @@ def rms_norm_fp8_forward(
     scale: Any = None,
     dtype: Any = "e4m3",
     sm_margin: int = 0,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Array, Array]:
     """`rms_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
 
     Parameters and errors as in `layer_norm_fp8`.

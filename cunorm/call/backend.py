@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ..operation import Operation
 from .broadcasting import Kinds
 from .checks import NormTuple
 from .store import Float8Store
 
+Array = TypeVar("Array")  # the kind of x, which results have too
 Arrays = Mapping[str, Any]  # by name
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..call import checks
-from ..call.backend import products_of
+from ..call.backend import Array, products_of
 from . import problem as linear_problem
 
 
 def layer_norm_linear(
-    x: Any,
+    x: Array,
     weight: Any,
     bias: Any = None,
     ln_weight: Any = None,
@@ -20,7 +20,7 @@ def layer_norm_linear(
     normalization: str = "LayerNorm",
     zero_centered_gamma: bool = False,
     fp8: str | None = None,
-) -> Any:
+) -> Array:
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x.
 
     Parameters
@@ -93,7 +93,7 @@ def layer_norm_linear(
 
 
 def layer_norm_linear_forward(
-    x: Any,
+    x: Array,
     weight: Any,
     bias: Any = None,
     ln_weight: Any = None,
@@ -102,7 +102,7 @@ def layer_norm_linear_forward(
     *,
     normalization: str = "LayerNorm",
     zero_centered_gamma: bool = False,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Any, Array]:
     """`layer_norm_linear` with what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
 
     Parameters and errors as in `layer_norm_linear`.
