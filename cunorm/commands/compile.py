@@ -117,19 +117,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _show_linear(arguments: argparse.Namespace, cols: int, dtype: str, arch: int) -> int:
     """Show what a norm with its product runs on each known GPU of an architecture."""
-    norm, of_norm = LINEAR[arguments.op], arguments.weight_dtype or dtype
-    problem = LinearProblem(
-        norm,
-        arguments.rows,
-        cols,
-        arguments.out_features,
-        dtype,
-        ln_weight=of_norm,
-        ln_bias=of_norm if norm == "layer_norm" else None,
-        bias=True,
-        x_stride=cols,
-        weight_stride=cols,
-    )
+    problem = linear_problem(arguments, arguments.rows, cols, dtype)
     for target in device.known(arch):
         solution = one_launch.chosen(problem, target)
         if arguments.show == "plan" or solution is None:
@@ -139,6 +127,23 @@ def _show_linear(arguments: argparse.Namespace, cols: int, dtype: str, arch: int
         else:
             print(_resources(solution.steps, arch))
     return 0
+
+
+def linear_problem(arguments: argparse.Namespace, rows: int, cols: int, dtype: str) -> LinearProblem:
+    """Return a norm with its product, every parameter given, of contiguous arrays."""
+    norm, of_norm = LINEAR[arguments.op], arguments.weight_dtype or dtype
+    return LinearProblem(
+        norm,
+        rows,
+        cols,
+        arguments.out_features,
+        dtype,
+        ln_weight=of_norm,
+        ln_bias=of_norm if norm == "layer_norm" else None,
+        bias=True,
+        x_stride=cols,
+        weight_stride=cols,
+    )
 
 
 def _source(steps: Sequence[Step]) -> str:

@@ -67,11 +67,11 @@ def search(
     faults |= {plan: why for plan in finalists if (why := buffers.fault(plan, expected))}
     finalists = [plan for plan in finalists if plan not in faults]
     own = buffers.timer(today)
-    of_today, *times = map(_checked, timing.in_turns([own, *map(buffers.timer, finalists)]))
+    of_today, *times = map(checked, timing.in_turns([own, *map(buffers.timer, finalists)]))
     ranked = sorted(zip(times, finalists, strict=True), key=lambda pair: pair[0].median)
     better, best = None, of_today
     if ranked and ranked[0][0].median < of_today.median:
-        of_today, of_best = map(_checked, timing.in_turns([own, buffers.timer(ranked[0][1])]))
+        of_today, of_best = map(checked, timing.in_turns([own, buffers.timer(ranked[0][1])]))
         if of_best.p80 < of_today.p20:
             better, best = plans[ranked[0][1]], of_best
     return Found(
@@ -109,7 +109,7 @@ def _without_spills(
     return [plan for plan, specs in kernels.items() if not faults.intersection(specs)]
 
 
-def _checked(times: timing.Times | Exception) -> timing.Times:
+def checked(times: timing.Times | Exception) -> timing.Times:
     if isinstance(times, Exception):
         raise times
     return times

@@ -1,7 +1,8 @@
 """`tune`: looks on this machine's GPU for faster launches of some calls, and keeps what is faster for later processes.
 
 What is kept are tables of launches (plan/tables.py) in the user's cache, which every framework and `compile --all`
-read. Bits of y, mean, rstd and dx never depend on them; the last one of dweight and dbias may.
+read. Bits of y, mean, rstd and dx of a norm never depend on them; the last one of dweight and dbias may, and that of y
+of a norm with its product, which is one launch or two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 from ..kernel import device
 from ..kernel.cache import cache_directory
+from ..linear import one_launch
+from ..linear.one_launch import LinearProblem
 from ..plan import tables
 from ..plan.candidates import candidates
 from ..plan.choose import choose
@@ -28,9 +31,10 @@ from ..plan.plan import plan, recorded
 from ..plan.problem import Problem
 from ..plan.spec import NormSpec
 from . import matrix
-from .compile import DIRECTIONS, add_options_of_problems, at_least_one, progress
+from .compile import DIRECTIONS, LINEAR, add_options_of_problems, at_least_one, linear_problem, progress
 from .info import why_no_compiler, why_no_gpu
 from .search import Found, search
+from .search_linear import FoundLinear, search_linear
 
 MOST = 64  # candidates of a problem, those with the fewest differences from today's
 INTERRUPTED = 130  # the exit status of a process that Ctrl-C ends
@@ -48,6 +52,44 @@ class Task(NamedTuple):
     def key(self) -> tuple[object, ...]:
         return self.layout, tables.shape_key(self.spec, tables.is_full(self.spec)), self.rows_of_sm
 
+    @property
+    def name(self) -> str:
+        problem = self.problem
+        return f"{problem.operation.norm} {problem.direction} {problem.row_dtype} {problem.rows} x {problem.cols}"
+
+    def search(self, gpu: device.Device, step: Callable[[], None]) -> Found:
+        """Time other launches beside today's."""
+        others = candidates(self.problem, choose(self.problem, gpu), gpu, MOST)
+        return search(self.problem, plan(self.problem, gpu), others, gpu, step)
+
+    def merged(self, table: tables.Table, found: Found) -> tables.Table:
+        """Return the table with what a search found."""
+        better = None if found.better is None else tables.Launch.of(found.better)
+        return table.with_point(self.layout, self.spec, self.rows_of_sm, better)
+
+
+class LinearTask(NamedTuple):
+    """A norm with its product that may be one launch."""
+
+    problem: LinearProblem
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.problem.rows, self.problem.cols, self.problem.outs
+
+    @property
+    def name(self) -> str:
+        problem = self.problem
+        return f"{problem.norm}_linear {problem.dtype} {problem.rows} x {problem.cols} -> {problem.outs}"
+
+    def search(self, gpu: device.Device, step: Callable[[], None]) -> FoundLinear:
+        """Time one launch beside two."""
+        return search_linear(self.problem, gpu, step)
+
+    def merged(self, table: tables.Table, found: FoundLinear) -> tables.Table:
+        """Return the table with what a search found."""
+        return table.with_product(self.problem.cols, self.problem.outs, self.problem.rows, found.better)
+
 
 class _TimeIsUpError(Exception):
     """--seconds have passed."""
@@ -59,11 +101,13 @@ def add_parser(commands) -> None:
         help="look for faster launches of some calls on this GPU",
         description="Compile other launches of the same kernels and time them beside today's: for calls of --cols, "
         "--rows and --dtype, or for the calls that one call of --model makes. Without --op and "
-        "--direction both norms and both directions are tuned. What is faster by more than the spread "
-        "of the measurement is kept in the folder of the kernel cache, where later processes find it. "
-        "The bits of y and dx stay the same.",
+        "--direction both norms and both directions are tuned. With --op layer_norm_linear or "
+        "rms_norm_linear the norm and its product in one launch are timed beside the two launches. What is faster by "
+        "more than the spread of the measurement is kept in the folder of the kernel cache, where later processes find "
+        "it. The bits of y and dx of a norm stay the same; the last one of y of a product may change.",
     )
-    add_options_of_problems(parser)
+    add_options_of_problems(parser, (*matrix.OPS, *LINEAR))
+    parser.add_argument("--out-features", type=at_least_one, help="columns of y of a norm with its product")
     parser.add_argument("--rows", nargs="+", type=at_least_one, help="rows of a call")
     parser.add_argument(
         "--model",
@@ -83,8 +127,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if reason := _why_not_written():
         return _fails(f"{reason}.")
     gpu = _gpu()
+    problems: Sequence[Problem | LinearProblem]
     try:
-        problems = list(_of_model(arguments.model) if arguments.model else _of_options(arguments))
+        problems = _of_model(arguments.model) if arguments.model else list(_of_options(arguments))
     except _ModelError as error:
         return _fails(f"{error}.", 2)
     except KeyboardInterrupt:
@@ -96,7 +141,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    names = ("op", "direction", "cols", "rows", "dtype", "weight_dtype")
+    names = ("op", "direction", "cols", "rows", "dtype", "weight_dtype", "out_features")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
     if arguments.model:
         if given:
@@ -104,7 +149,13 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         if not all(part.strip() for part in arguments.model.partition(":")[::2]):
             parser.error(f"--model must be PACKAGE:FUNCTION; got {arguments.model!r}")
     else:
-        missing = [f"--{name}" for name in ("cols", "rows", "dtype") if not getattr(arguments, name)]
+        is_linear = arguments.op in LINEAR
+        if is_linear and arguments.direction:
+            parser.error(f"--op {arguments.op} is tuned forward alone: leave --direction out")
+        if arguments.out_features and not is_linear:
+            parser.error(f"--out-features goes with --op {' or '.join(LINEAR)}: leave it out")
+        needed = ("cols", "rows", "dtype", *(["out_features"] if is_linear else []))
+        missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(arguments, name)]
         if missing:
             parser.error(f"it needs {', '.join(missing)}; or --model")
     if not arguments.seconds > 0:
@@ -142,7 +193,11 @@ def _why_not_written() -> str:
     return ""
 
 
-def _of_options(arguments: argparse.Namespace) -> Iterator[Problem]:
+def _of_options(arguments: argparse.Namespace) -> Iterator[Problem | LinearProblem]:
+    if arguments.op in LINEAR:
+        for rows, cols, dtype in product(arguments.rows, arguments.cols, arguments.dtype):
+            yield linear_problem(arguments, rows, cols, dtype)
+        return
     ops = [arguments.op] if arguments.op else matrix.OPS
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     for op, direction, cols, rows, dtype in product(ops, directions, arguments.cols, arguments.rows, arguments.dtype):
@@ -190,17 +245,25 @@ def task_of(problem: Problem, gpu: device.Device) -> Task | None:
     return Task(problem, layout, spec, tables.rows_of_sm(problem, gpu))
 
 
-def _tasks(problems: Iterable[Problem], gpu: device.Device) -> list[Task]:
-    """Of all problems, of equal keys one."""
-    tasks = [task for problem in problems if (task := task_of(problem, gpu)) is not None]
+def _tasks(problems: Iterable[Problem | LinearProblem], gpu: device.Device) -> list[Task | LinearTask]:
+    """Return the tasks of all problems, one of those with equal keys."""
+    tasks: list[Task | LinearTask] = []
+    for problem in problems:
+        if not isinstance(problem, LinearProblem):
+            task = task_of(problem, gpu)
+            tasks += [task] if task else []
+        elif reason := one_launch.why_not(problem, gpu):
+            print(f"{LinearTask(problem).name}: left out, {reason}")
+        else:
+            tasks.append(LinearTask(problem))
     return list({task.key: task for task in tasks}.values())
 
 
-def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:
+def _tune(tasks: Sequence[Task | LinearTask], gpu: device.Device, end: float) -> int:
     """Search for each, and keep what was found after each."""
     path = _path(gpu)
     gains: list[float] = []
-    done, left_out, ended, status = 0, 0, "", 0
+    done, ended, status = 0, "", 0
     with progress(2 * MOST * len(tasks)) as bar:
 
         def step() -> None:
@@ -211,21 +274,14 @@ def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:
         try:
             for place, task in enumerate(tasks):
                 try:
-                    found = search(
-                        task.problem,
-                        plan(task.problem, gpu),
-                        candidates(task.problem, choose(task.problem, gpu), gpu, MOST),
-                        gpu,
-                        step,
-                    )
+                    found = task.search(gpu, step)
                 except MemoryError:
-                    left_out += 1
-                    bar.write(f"{_name(task.problem)}: left out, the GPU's memory does not suffice")
+                    bar.write(f"{task.name}: left out, the GPU's memory does not suffice")
                     continue
                 keep(path, gpu, task, found)
                 gains.append(found.today.median / found.best.median)
                 done += 1
-                bar.write(_line(task.problem, found))
+                bar.write(_line(task.name, found))
                 bar.update(max(0, 2 * MOST * (place + 1) - bar.n))
         except _TimeIsUpError:
             ended = "the time is up"
@@ -243,15 +299,15 @@ def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:
     return status
 
 
-def keep(path: Path, gpu: device.Device, task: Task, found: Found) -> None:
+def keep(path: Path, gpu: device.Device, task: Task | LinearTask, found: Any) -> None:
     """Write what a search found into a table, and let the next plans of this process see it."""
     table = tables.read(path) if path.exists() else None
     if table is None or not table.serves(gpu):
         table = tables.Table(gpu.arch, gpu.bandwidth / gpu.sms, {})
-    better = None if found.better is None else tables.Launch.of(found.better)
-    tables.write(path, table.with_point(task.layout, task.spec, task.rows_of_sm, better))
+    tables.write(path, task.merged(table, found))
     tables.forget()
     plan.cache_clear()
+    one_launch.chosen.cache_clear()
 
 
 def _path(gpu: device.Device) -> Path:
@@ -261,12 +317,7 @@ def _path(gpu: device.Device) -> Path:
     return next(existing, folder / f"sm_{gpu.arch}_{gpu.bandwidth / gpu.sms:.1f}_gbs.json")
 
 
-def _name(problem: Problem) -> str:
-    norm = problem.operation.norm
-    return f"{norm} {problem.direction} {problem.row_dtype} {problem.rows} x {problem.cols}"
-
-
-def _line(problem: Problem, found: Found) -> str:
+def _line(name: str, found: Found | FoundLinear) -> str:
     today, best = found.today.median * 1e6, found.best.median * 1e6
     now = f", now {best:.2f} us" if found.better else ""
-    return f"{_name(problem)}: {today:.2f} us{now} ({found.tried} launches tried, {found.spilled} spill)"
+    return f"{name}: {today:.2f} us{now} ({found.tried} launches tried, {found.spilled} spill)"

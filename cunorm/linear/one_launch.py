@@ -22,7 +22,7 @@ from ..plan.problem import ITEMSIZE, ceil_div
 from ..plan.shapes import shape_of_rows
 from ..plan.spec import MOST_SHORT, WARP, OtherSpec, RowShape
 from ..plan.steps import Pointer, Step
-from ..plan.tables import BANDWIDTH_TOLERANCE, REACH
+from ..plan.tables import REACH, tables_of
 
 # As in kernels_cu/linear/one_launch.cu.
 CONSUMERS = 8  # warps
@@ -37,34 +37,7 @@ STAGE_BYTES = 32 << 10
 RING_BYTES = 128 << 10
 LEAST_STAGES = 2
 CLUSTERS = (1, 2, 4, 8)
-PACK = 8  # columns of a vector: of 16 bits
-
-
-class Measured(NamedTuple):
-    """A product for which one launch was measured to be faster than the split, and with which clusters."""
-
-    cols: int
-    outs: int
-    clusters: tuple[tuple[int, int], ...]  # (one of ROWS, CTAs)
-
-
-class Table(NamedTuple):
-    """The products of a class of GPUs."""
-
-    arch: int
-    bandwidth: float  # of memory, GB/s for each SM
-    products: tuple[Measured, ...]
-
-    def serves(self, device: Device) -> bool:
-        alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
-        return self.arch == device.arch and alike
-
-
-# A product that is not here is split. An entry serves its columns with up to REACH times more or fewer outs.
-TABLES: tuple[Table, ...] = (
-    # An H100; measured: docs/tuning.md#norm-and-product-in-one-launch-h100.
-    Table(90, 25.4, (Measured(4096, 12288, ((8, 2), (16, 2), (32, 4))), Measured(8192, 10240, ((16, 8),)))),
-)
+VECTOR_COLS = 8  # the columns of a vector of 16 bits
 
 
 class Division(NamedTuple):
@@ -146,7 +119,7 @@ class OneLaunch(OtherSpec):
     def text(self) -> tuple[str, str]:
         present, kind = self.parameters(), CPP_TYPE[self.dtype]
         dtypes = dict(self.affine)
-        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.vectors}, 1>"
+        shape = f"RowShape<{self.cols}, {VECTOR_COLS}, {self.shape.threads}, {self.shape.vectors}, 1>"
         division = f"Division<{', '.join(map(str, self.division))}>"
         columns = [CPP_TYPE[dtypes[name]] if name in dtypes else "Absent" for name in ("weight", "bias")]
         names = ("x", "weight", "bias", "ln_weight", "ln_bias", "y", "z", "mean", "rstd")
@@ -240,13 +213,13 @@ def why_not(problem: LinearProblem, device: Device) -> str:
         return f"it is for float16 and bfloat16, not {problem.dtype}"
     if not 1 <= problem.rows <= ROWS[-1]:
         return f"it is for up to {ROWS[-1]} rows, not {problem.rows}"
-    if problem.cols % PACK or problem.outs % TILE_OUTS:
-        return f"in and out must be multiples of {PACK}"
-    if not problem.aligned or problem.x_stride % PACK or problem.weight_stride % PACK:
+    if problem.cols % VECTOR_COLS or problem.outs % TILE_OUTS:
+        return f"in and out must be multiples of {VECTOR_COLS}"
+    if not problem.aligned or problem.x_stride % VECTOR_COLS or problem.weight_stride % VECTOR_COLS:
         return "every row of x and weight must begin at a multiple of 16 bytes"
     if "float64" in (problem.ln_weight, problem.ln_bias):
         return "ln_weight and ln_bias must not be float64"
-    if problem.cols > PACK * MOST_SHORT or row_shape(problem, device).threads == 1:
+    if problem.cols > VECTOR_COLS * MOST_SHORT or row_shape(problem, device).threads == 1:
         return (
             f"it is for rows that more than one thread and no more than one CTA adds up, not of {problem.cols} columns"
         )
@@ -257,25 +230,27 @@ def why_not(problem: LinearProblem, device: Device) -> str:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
-    """Return the launch where it was measured to win; None: split."""
-    cluster = _measured(problem, device)
-    if cluster is None or why_not(problem, device):
+    """Return the launch if it was measured to be faster than two; None: split."""
+    ctas = _measured(problem, device)
+    if not ctas or why_not(problem, device):
         return None
-    return next(
-        (plan(problem, device, division) for division in divisions(problem, device) if division.cluster == cluster),
-        None,
-    )
+    fitting = (division for division in divisions(problem, device) if division.cluster == ctas)
+    return next((plan(problem, device, division) for division in fitting), None)
 
 
-def _measured(problem: LinearProblem, device: Device) -> int | None:
-    for table in TABLES:
-        if not table.serves(device):
-            continue
-        for product in table.products:
-            near = product.outs / REACH <= problem.outs <= product.outs * REACH
-            if product.cols == problem.cols and near:
-                return next((cluster for most, cluster in product.clusters if most == rows_of(problem)), None)
-    return None
+def _measured(problem: LinearProblem, device: Device) -> int:
+    """Return the CTAs of the clusters of the one launch that was measured to be the fastest; 0: split.
+
+    What was measured serves fewer rows of the same kernel, and up to REACH times more or fewer outs.
+    """
+    for _, table in tables_of(device):
+        by_outs = table.products.get(problem.cols, {})
+        apart = {outs: max(outs / problem.outs, problem.outs / outs) for outs in by_outs}
+        for outs in sorted((outs for outs in apart if apart[outs] <= REACH), key=apart.__getitem__):
+            enough = [rows for rows in by_outs[outs] if problem.rows <= rows <= rows_of(problem)]
+            if enough:
+                return by_outs[outs][min(enough)]
+    return 0
 
 
 def describe(problem: LinearProblem, device: Device) -> str:

@@ -73,6 +73,9 @@ class Table:
     layouts: Mapping[str, Mapping[str, Choices]]
     # The numbers of rows per SM that were measured, by layout and then by shape, whatever won.
     points: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
+    # Of norms with their products, by columns, outs and rows: the CTAs of the clusters of the one launch that was
+    # measured to be the fastest; 0 if two launches were.
+    products: Mapping[int, Mapping[int, Mapping[int, int]]] = field(default_factory=dict)
 
     def serves(self, device: Device) -> bool:
         alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
@@ -130,6 +133,12 @@ class Table:
             layouts[layout] = {**layouts[layout], shape: choices}
         measured_shapes = {**self.points.get(layout, {}), shape: tuple(points)}
         return replace(self, layouts=layouts, points={**self.points, layout: measured_shapes})
+
+    def with_product(self, cols: int, outs: int, rows: int, ctas: int) -> Table:
+        """Return the table with one more norm with its product measured."""
+        by_outs = self.products.get(cols, {})
+        by_rows = {**by_outs.get(outs, {}), rows: ctas}
+        return replace(self, products={**self.products, cols: {**by_outs, outs: by_rows}})
 
 
 def _zero_centred(layout: str) -> tuple[str, ...]:
@@ -293,7 +302,13 @@ def read(path: Path) -> Table | None:
         arch, bandwidth = content["arch"], content["bandwidth"]
         if type(arch) is not int or type(bandwidth) not in (int, float) or bandwidth <= 0:
             raise ValueError(f"no GPU has architecture {arch!r}, bandwidth of an SM {bandwidth!r}")
-        return Table(arch, bandwidth, layouts, points)
+        products = {
+            int(cols): {
+                int(outs): {int(rows): int(ctas) for rows, ctas in by_rows.items()} for outs, by_rows in by_outs.items()
+            }
+            for cols, by_outs in content.get("products", {}).items()
+        }
+        return Table(arch, bandwidth, layouts, points, products)
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         log.warning("cunorm: %s is no table of launches (%s); it is not used", path, reason)
@@ -354,4 +369,6 @@ def write(path: Path, table: Table) -> None:
         for layout, by_shape in table.points.items()
     ]
     text += ',\n "measured": {\n' + ",\n".join(measured_lines) + "\n }" if measured_lines else ""
+    product_lines = [f"  {json.dumps(str(cols))}: {json.dumps(by_outs)}" for cols, by_outs in table.products.items()]
+    text += ',\n "products": {\n' + ",\n".join(product_lines) + "\n }" if product_lines else ""
     write_file(path, (text + "}\n").encode())

@@ -133,19 +133,3 @@ def test_a_run_that_fails_before_its_first_line_leaves_the_results(tmp_path):
         write("run", gpu="one")
         write("time", us=1.5)
     assert path.read_text() == '{"kind": "run", "gpu": "one"}\n{"kind": "time", "us": 1.5}\n'
-
-
-@pytest.mark.gpu
-def test_every_division_of_one_launch_is_timed():
-    from bench.one_launch import measure
-    from cunorm.kernel import device
-    from cunorm.linear import one_launch
-
-    gpu = device.current(0)
-    problem = one_launch.LinearProblem(
-        "layer_norm", 8, 768, 2304, "bfloat16", "bfloat16", "bfloat16", True, x_stride=768, weight_stride=768
-    )
-    if reason := one_launch.why_not(problem, gpu):
-        pytest.skip(reason)
-    divisions = [f"cluster {division.cluster}" for division in one_launch.divisions(problem, gpu)]
-    assert [*measure(problem, gpu)["us"]] == ["product", "two launches", *divisions]

@@ -22,11 +22,13 @@ from cpu_functions import SMALL
 from problems import problem
 
 from cunorm.__main__ import main
-from cunorm.commands import info, tune
+from cunorm.commands import info, search_linear, tune
 from cunorm.commands import search as searching
 from cunorm.commands.compilation import Compiled
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
+from cunorm.linear import one_launch
+from cunorm.linear.one_launch import LinearProblem
 from cunorm.plan import backward as backward_rule
 from cunorm.plan import tables
 from cunorm.plan.candidates import candidates
@@ -40,6 +42,7 @@ from cunorm.plan.steps import Plan
 
 READ = {"CUNORM_TUNE": "1"}
 SHAPE = ("--cols", "4096", "--rows", "16384", "--dtype", "bfloat16")
+PRODUCT = ("--op", "layer_norm_linear", "--cols", "768", "--out-features", "2304", "--rows", "8", "--dtype", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,9 @@ SHAPE = ("--cols", "4096", "--rows", "16384", "--dtype", "bfloat16")
         ((*SHAPE, "--model", "a:b"), "leave --cols, --rows, --dtype out"),
         (("--model", "package"), "--model must be PACKAGE:FUNCTION; got 'package'"),
         (("--cols", "0"), "must be 1 or more; got 0"),
+        ((*SHAPE, "--out-features", "8"), "--out-features goes with --op layer_norm_linear or rms_norm_linear"),
+        ((*SHAPE, "--op", "rms_norm_linear"), "it needs --out-features; or --model"),
+        ((*PRODUCT, "--direction", "forward"), "leave --direction out"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_a_line(tmp_path, arguments, words):
@@ -271,6 +277,71 @@ def test_a_model_that_cannot_be_run_is_said_in_a_line(folder, model, capsys, nam
     assert words in error
 
 
+def product_of(rows: int) -> LinearProblem:
+    return LinearProblem("rms_norm", rows, 768, 2304, "float16", x_stride=768, weight_stride=768)
+
+
+def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, capsys):
+    """Of 8 rows it was and of 32 it was not; more rows than the kernel takes are left out."""
+    times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
+
+    def search(problem, gpu, step):
+        step()
+        faster = problem.rows == 8
+        return search_linear.FoundLinear(times[0], times[faster], 4 if faster else 0, 3, 0)
+
+    monkeypatch.setattr(tune, "search_linear", search)
+    assert one_launch.chosen(product_of(8), H100) is None
+    assert main(["tune", *PRODUCT, "--rows", "8", "32", "64"]) == 0
+    (path,) = folder.glob("*.json")
+    assert tables.read(path).products == {768: {2304: {8: 4, 32: 0}}}
+    assert one_launch.chosen(product_of(1), H100).steps[0].spec.division.cluster == 4
+    assert one_launch.chosen(product_of(9), H100) is None
+    output = capsys.readouterr().out
+    assert "layer_norm_linear bfloat16 64 x 768 -> 2304: left out, it is for up to 32 rows, not 64" in output
+    assert "layer_norm_linear bfloat16 8 x 768 -> 2304: 2000000.00 us, now 1000000.00 us" in output
+    assert "1 of 2 launches are faster than before" in output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread", "wrong", "better"),
+    [
+        ((0.9, 0.8, 1.2), 0.001, (), 2),
+        ((0.9, 0.8, 1.2), 0.001, (2,), 1),  # the fastest is wrong
+        ((0.99, 1.0, 1.2), 0.02, (), 0),  # ahead by less than the spread
+        ((1.1, 1.2, 1.3), 0.0, (), 0),
+    ],
+)
+def test_one_launch_is_better_if_it_is_right_and_ahead_by_more_than_the_spread(
+    monkeypatch, seconds, spread, wrong, better
+):
+    problem = product_of(8)
+    of_ctas = dict(zip((1, 2, 4), seconds, strict=True))
+
+    class Arrays:
+        def __init__(self, _):
+            pass
+
+        def two_launches(self, index=0):
+            return 0
+
+        def one_launch(self, plan, index=0):
+            return plan.steps[0].spec.division.cluster
+
+        def numbers(self, ctas):
+            return numpy.array([1.0, 2.1 if ctas in wrong else 2.0])
+
+        def timer(self, call):
+            turns = iter(range(10**6))
+            return lambda: of_ctas.get(call(0), 1.0) + spread * (next(turns) % 5 - 2)
+
+    monkeypatch.setattr(search_linear, "Arrays", Arrays)
+    monkeypatch.setattr(search_linear, "_without_spills", lambda plans, *_: plans)
+    found = search_linear.search_linear(problem, H100)
+    assert (found.better, found.tried) == (better, 3 - len(wrong))
+    assert (found.best == found.today) == (better == 0)
+
+
 class Buffers:
     """Times of plans as a test says: of today's 1.0 s, of the others by their place, each with a spread."""
 
@@ -459,3 +530,17 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
             again = searching.search(found, searching.launches(found, shipped, gpu), [best], gpu)
             assert again.faults == ()
             assert again.fastest[0][0] <= again.today.p80
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_product_is_searched(cache, capsys):
+    from cunorm.kernel import device
+
+    gpu = device.current(0)
+    if reason := one_launch.why_not(product_of(8), gpu):
+        pytest.skip(reason)
+    assert main(["tune", *PRODUCT]) == 0
+    (path,) = (cache / "tables").glob("*.json")
+    assert [*tables.read(path).products[768][2304]] == [8]
+    divisions = len(list(one_launch.divisions(product_of(8), gpu)))
+    assert f"({divisions} launches tried, 0 spill)" in capsys.readouterr().out

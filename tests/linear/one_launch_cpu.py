@@ -17,6 +17,7 @@ from cunorm.linear.one_launch import Division, LinearProblem
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import KernelSpec
+from cunorm.plan.tables import Table
 
 HOPPER = (Path(__file__).parent / "cpu" / "hopper.cuh").read_text().replace("#pragma once\n", "")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": numpy.float16, "float32": numpy.float32}
@@ -39,6 +40,13 @@ class HopperMachine(Machine):
 def gpu(sms: int) -> Device:
     """An H100 of so few SMs that each has several tiles."""
     return replace(H100, sms=sms, clusters=(sms // 2, max(1, sms // 4), max(1, sms // 8), 0))
+
+
+def know(monkeypatch: Any, sms: int, products: dict[int, dict[int, dict[int, int]]]) -> None:
+    """Let H100s of so many SMs have a table with these products, and no other GPU one with any."""
+    table = Table(H100.arch, H100.bandwidth / sms, {}, products=products)
+    monkeypatch.setattr(one_launch, "tables_of", lambda device: [(Path("-"), table)] if table.serves(device) else [])
+    one_launch.chosen.cache_clear()
 
 
 class Case(NamedTuple):

@@ -13,13 +13,13 @@ import numpy
 import pytest
 from cpu_device import ORDERS, SanitizerError, divided, missing
 from nvrtc import needs_nvrtc
-from one_launch_cpu import EPS, HopperMachine, arrays, case, check, gpu, run
+from one_launch_cpu import EPS, HopperMachine, arrays, case, check, gpu, know, run
 
 from cunorm.call.checks import Layout
 from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.linear import one_launch
-from cunorm.linear.one_launch import LinearProblem, Measured, Table
+from cunorm.linear.one_launch import LinearProblem
 from cunorm.linear.problem import LinearOptions
 
 needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -195,8 +195,7 @@ def test_what_is_split(changes, reason):
 
 def test_the_table_decides(monkeypatch):
     assert one_launch.describe(PROBLEM, KNOWN[80]).startswith("split")
-    monkeypatch.setattr(one_launch, "TABLES", (Table(90, 3350 / 132, (Measured(4096, 12288, ((16, 2),)),)),))
-    one_launch.chosen.cache_clear()
+    know(monkeypatch, H100.sms, {4096: {12288: {16: 2}, 14336: {16: 0}}})
     found = one_launch.chosen(PROBLEM, H100)
     assert found is not None
     assert found.steps[0].grid == (132, 1, 1)
@@ -204,6 +203,7 @@ def test_the_table_decides(monkeypatch):
     for changes in ({"rows": 17}, {"cols": 4104}, {"outs": 24576}, {"dtype": "float32"}, {"rows": 8}):
         assert one_launch.chosen(replace(PROBLEM, **changes), H100) is None
     assert one_launch.chosen(replace(PROBLEM, rows=9, outs=11264), H100) is not None
+    assert one_launch.chosen(replace(PROBLEM, outs=13824), H100) is None, "nearer to one that is split"
     assert one_launch.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
     one_launch.chosen.cache_clear()
 
@@ -236,8 +236,7 @@ def test_cupy_arrays(monkeypatch, shape):
     gpus = SimpleNamespace(current=lambda _: gpu(of.sms))
     for name, part in {"cupy": cupy, "launch": Runs, "device": gpus}.items():
         monkeypatch.setattr(one_launch_cupy, name, part)
-    table = Table(90, H100.bandwidth / of.sms, (Measured(768, 136, ((8, 1),)),))
-    monkeypatch.setattr(one_launch, "TABLES", (table,))
+    know(monkeypatch, of.sms, {768: {136: {8: 1}}})
     of_call = [keep(cpu_cupy.asarray(one)) for one in given]
     of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
     named = zip(one_launch.NAMES, of_call, strict=True)

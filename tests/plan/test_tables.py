@@ -231,6 +231,8 @@ BAD_FILES = [
     pytest.param(content(layouts={"a": {"b": [[None, 7]]}}), id="a launch that is not there"),
     pytest.param(content(layouts={"a": {"256x2 to many": [[None, 0]]}}), id="an entry to no number of vectors"),
     pytest.param(content(measured=[1]), id="points in a list"),
+    pytest.param(content(products=[1]), id="products in a list"),
+    pytest.param(content(products={"4096": {"many": {"8": 2}}}), id="a product of no number of outs"),
     *(
         pytest.param(content(launches=[LAUNCH | wrong]), id=str(wrong))
         for wrong in (
@@ -339,8 +341,9 @@ def test_a_table_serves_its_class_alone(folder):
 def test_a_table_that_was_written_is_read_as_it_was(path, tmp_path):
     table = tables.read(path) or pytest.fail("cannot be read")
     spec = rows_of(problem("forward", 16384, 4096, "bfloat16"))
-    for one in (table, table.with_point("a layout", spec, 12.5, Launch("forward", stages=2))):
-        tables.write(tmp_path / "again.json", one)
-        assert tables.read(tmp_path / "again.json") == one
+    point = table.with_point("a layout", spec, 12.5, Launch("forward", stages=2))
+    for changed in (table, point, table.with_product(768, 2304, 8, 1).with_product(768, 2304, 16, 0)):
+        tables.write(tmp_path / "again.json", changed)
+        assert tables.read(tmp_path / "again.json") == changed
     tables.write(tmp_path / "again.json", table)
     assert (tmp_path / "again.json").read_text() == path.read_text()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy
 import pytest
 from cpu_device import divided, missing
-from one_launch_cpu import EPS, HopperMachine, arrays, case, gpu, run
+from one_launch_cpu import EPS, HopperMachine, arrays, case, gpu, know, run
 
 torch = pytest.importorskip("torch")
 
 import torch_stand_in  # noqa: E402
 
-from cunorm.kernel.device import H100  # noqa: E402
 from cunorm.linear import one_launch as rules  # noqa: E402
-from cunorm.linear.one_launch import Measured, Table  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import one_launch  # noqa: E402
 from cunorm.torch.norm import gpu as torch_gpu  # noqa: E402
@@ -46,8 +44,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch_gpu, "empty", known_empty)
     monkeypatch.setattr(torch_gpu, "properties_of", lambda *_: gpu(OF.sms))
     monkeypatch.setattr(one_launch, "launch", Runs)
-    monkeypatch.setattr(rules, "TABLES", (Table(90, H100.bandwidth / OF.sms, (Measured(768, 136, ((8, 1),)),)),))
-    rules.chosen.cache_clear()
+    know(monkeypatch, OF.sms, {768: {136: {8: 1}}})
     yield memory, names
     rules.chosen.cache_clear()
 
