@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from ..call.numpy import numpy_dtype
 from ..kernel import launch
 from ..kernel.device import Device
 from ..linear import one_launch
@@ -96,9 +97,10 @@ class Arrays:
                 count = min(int(numpy.prod(shapes[name])), RANDOM)
                 drawn = numpy.random.default_rng(len(first)).standard_normal(count).astype("float32")
                 drawn *= cols**-0.5 if name == "weight" else 1.0
-                first[name] = cupy.resize(cupy.asarray(drawn), shapes[name]).astype(dtype)
+                first[name] = cupy.resize(cupy.asarray(drawn), shapes[name]).astype(numpy_dtype("tune", dtype))
         count = timing.buffers_needed(self._bytes)
         self.sets = [first, *({name: array.copy() for name, array in first.items()} for _ in range(count - 1))]
+        cupy.cuda.Device().synchronize()  # graphs run on streams of their own
 
     def two_launches(self, index: int = 0) -> Any:
         from .. import functions
@@ -118,7 +120,7 @@ class Arrays:
         import cupy
 
         arrays = self.sets[index]
-        y = cupy.empty((self._problem.rows, self._problem.outs), self._problem.dtype)
+        y = cupy.empty((self._problem.rows, self._problem.outs), arrays["x"].dtype)
         addresses = {name: array.data.ptr for name, array in (arrays | {"y": y}).items()}
         pointers = [addresses.get(name, 0) for name in plan.problem.pointers]  # z and statistics are not written
         launch.run(plan, y.data.device_id, cupy.cuda.get_current_stream().ptr, (*pointers, EPS))
