@@ -312,7 +312,7 @@ def layer_norm_fp8(
     --------
     >>> import numpy, cunorm
     >>> bytes, scale = cunorm.layer_norm_fp8(numpy.array([[1.0, 2.0, 3.0]], "float32"))
-    >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
+    >>> [hex(byte) for byte in bytes[0]], (scale * 448).round(3)
     (['0xfe', '0x0', '0x7e'], array([1.225], dtype=float32))
     """
     store = store_of("layer_norm_fp8", dtype, granularity, scale, wide=False)
@@ -340,7 +340,7 @@ def rms_norm_fp8(
     --------
     >>> import numpy, cunorm
     >>> bytes, scale = cunorm.rms_norm_fp8(numpy.array([[3.0, 4.0]], "float32"), eps=0.0)
-    >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
+    >>> [hex(byte) for byte in bytes[0]], (scale * 448).round(3)
     (['0x7a', '0x7e'], array([1.131], dtype=float32))
     """
     store = store_of("rms_norm_fp8", dtype, granularity, scale, wide=False)

@@ -38,17 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(folder)
         return 0
     try:
-        found = kernel_files()
-        for path, _ in found if arguments.action == "clear" else ():
+        files = kernel_files()
+        for path, _ in files if arguments.action == "clear" else ():
             path.unlink(missing_ok=True)
     except OSError as error:
         print(f"cache: {folder} could not be read or cleared: {error}", file=sys.stderr)
         return 1
     if arguments.action == "count":
-        kernels = [size for path, size in found if KERNEL.fullmatch(path.name)]
-        print(f"{len(kernels)} kernels, {sum(kernels):,} bytes; {len(found) - len(kernels)} other files")
+        kernels = [size for path, size in files if KERNEL.fullmatch(path.name)]
+        print(f"{len(kernels)} kernels, {sum(kernels):,} bytes; {len(files) - len(kernels)} other files")
         return 0
-    print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {folder}")
+    print(f"removed {len(files)} files, {sum(size for _, size in files):,} bytes, from {folder}")
     return 0
 
 

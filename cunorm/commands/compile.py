@@ -61,7 +61,7 @@ def add_options_of_problems(parser: argparse.ArgumentParser, ops: Sequence[str] 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     _check(parser, arguments)
-    if arguments.all or arguments.show == "ptxas":  # asked before kernels are planned, which may take minutes
+    if arguments.all or arguments.show == "ptxas":  # before kernels are planned, which may take minutes
         reason = why_no_compiler()
         if reason:
             print(f"compile: needs CuPy and NVRTC ({reason}): {device.INSTALL}.", file=sys.stderr)
@@ -166,7 +166,7 @@ def _resources(steps: Sequence[Step], arch: int) -> str:
 def _compile_all(arguments: argparse.Namespace) -> int:
     start = perf_counter()
     if arguments.arch or why_no_gpu():
-        targets = [one for arch in arguments.arch or device.KNOWN for one in device.known(arch)]
+        targets = [gpu for arch in arguments.arch or device.KNOWN for gpu in device.known(arch)]
     else:
         import cupy
 
@@ -181,16 +181,16 @@ def _compile_all(arguments: argparse.Namespace) -> int:
             bar.update()
     work = list(dict.fromkeys(planned))  # GPUs of an architecture share most of them
     with compiler(keep=bool(arguments.cols)) as compile_one, progress(len(work)) as bar:
-        found = []
+        kernels = []
         for compiled in compile_all(work, compile_one):
-            found.append(compiled)
+            kernels.append(compiled)
             bar.update()
-    failures = [one for one in found if one.fault]
+    failures = [kernel for kernel in kernels if kernel.fault]
     if failures:
         print(_table(failures))
-    most = max((one.used.registers for one in found if one.used), default=0)
+    most = max((kernel.used.registers for kernel in kernels if kernel.used), default=0)
     print(
-        f"{len(found)} kernels compiled for {', '.join(dict.fromkeys(f'sm_{target.arch}' for target in targets))}: "
+        f"{len(kernels)} kernels compiled for {', '.join(dict.fromkeys(f'sm_{target.arch}' for target in targets))}: "
         f"{len(failures)} failures, at most {most} registers, {perf_counter() - start:.1f} s"
     )
     return 1 if failures else 0

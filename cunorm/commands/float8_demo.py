@@ -49,9 +49,9 @@ def show(
     finite = numpy.isfinite(exact).all(axis=1)
 
     print(f"\n{'':<22}{'error to float64, relative':>28}")
-    for name, found, expected in (("norm to 8 bits", z, exact), ("product after it", y, exact @ linear.T)):
-        found, expected = found[finite], expected[finite]
-        error = numpy.linalg.norm(found - expected) / max(float(numpy.linalg.norm(expected)), 1e-300)
+    for name, result, expected in (("norm to 8 bits", z, exact), ("product after it", y, exact @ linear.T)):
+        result, expected = result[finite], expected[finite]
+        error = numpy.linalg.norm(result - expected) / max(float(numpy.linalg.norm(expected)), 1e-300)
         print(f"{name:<22}{error:>28.4f}")
     print(f"\nThe product, {cols} -> {3 * cols}, is of random weights with a scale for each row, computed on the host.")
 

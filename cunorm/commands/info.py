@@ -144,21 +144,21 @@ def _nvrtc() -> str:
 def _gpus() -> list[dict[str, Any]]:
     runtime = _runtime()
     _driver()
-    found = []
+    gpus = []
     for number in range(runtime.getDeviceCount()):
         facts = runtime.getDeviceProperties(number)
         gpu = {"name": facts["name"].decode(), "arch": f"sm_{facts['major']}{facts['minor']}"}
-        found.append(gpu | {"sms": facts["multiProcessorCount"], "memory_bytes": facts["totalGlobalMem"]})
-    if not found:
+        gpus.append(gpu | {"sms": facts["multiProcessorCount"], "memory_bytes": facts["totalGlobalMem"]})
+    if not gpus:
         raise _AbsentError("the driver shows no GPU")
-    return found
+    return gpus
 
 
 def _unreachable() -> list[str]:
     """Pairs of GPUs of which the first cannot read the second's memory."""
     runtime = _runtime()
     count = len(_gpus())
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    pairs = [(reader, owner) for reader in range(count) for owner in range(count) if reader != owner]
     return [
         f"GPU {one} cannot reach GPU {other}" for one, other in pairs if not runtime.deviceCanAccessPeer(one, other)
     ]

@@ -102,7 +102,7 @@ def covering(device: Device) -> list[Problem]:
     problems = []
     for direction in TABLES:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
-        for place, tier in enumerate(dict.fromkeys(tier for found in lengths.values() for tier in found)):
+        for place, tier in enumerate(dict.fromkeys(tier for of_tiers in lengths.values() for tier in of_tiers)):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
                 longest = whole(op, direction, ROWS, lengths[x][tier][-1], x)
                 problems += [replace(longest, rows=rows) for rows in (ROWS, *FEW_ROWS, MIDDLING_ROWS)]
@@ -111,10 +111,10 @@ def covering(device: Device) -> list[Problem]:
                 picked = {
                     name: values[level % len(values)] for (name, values), level in zip(factors, levels, strict=True)
                 }
-                found = lengths[picked["x"]].get(tier)
-                if found:
+                of_tier = lengths[picked["x"]].get(tier)
+                if of_tier:
                     rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
-                    mixed = _mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked)
+                    mixed = _mixed(direction, rows, of_tier[picked.pop("cols") % len(of_tier)], **picked)
                     # Few rows have another kernel backward, which does not take the place of that of many.
                     problems += [mixed, replace(mixed, rows=ROWS)] if direction == "backward" else [mixed]
         if direction == "forward":
@@ -125,9 +125,9 @@ def covering(device: Device) -> list[Problem]:
 def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
     """LayerNorm with a zero-centred weight, of rows that fill all places: few enough for a ring, and many."""
     return [
-        plain("layer_norm", "forward", rows, found[-1], "bfloat16", dtype, dtype, zero_centered_gamma=True)
-        for found in lengths["bfloat16"].values()
-        for rows in (2**23 // found[-1], ROWS)
+        plain("layer_norm", "forward", rows, of_tier[-1], "bfloat16", dtype, dtype, zero_centered_gamma=True)
+        for of_tier in lengths["bfloat16"].values()
+        for rows in (2**23 // of_tier[-1], ROWS)
         for dtype in ("bfloat16", "float32")
     ]
 
@@ -145,7 +145,7 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
     problems = []
     for x, granularity in product(("float16", "bfloat16", "float32"), SCALES):
         e4m3, e5m2 = FLOAT8
-        for shortest, *_, longest in ((found[0], *found) for found in lengths[x].values()):
+        for shortest, *_, longest in ((of_tier[0], *of_tier) for of_tier in lengths[x].values()):
             problems += [
                 float8_problem("layer_norm", ROWS, longest, x, x, x, y8=e4m3, granularity=granularity),
                 float8_problem("rms_norm", 100, longest, x, "float32", y8=e5m2, granularity=granularity),
@@ -160,35 +160,35 @@ CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000,
 
 def casts(device: Device) -> list[CastPlan]:
     """What makes operands of products in 8 bits."""
-    found = []
+    plans = []
     for dtype, e4m3 in product(("bfloat16", "float16", "float32"), (True, False)):
         name = tuple(FLOAT8)[not e4m3]
         for cols in CAST_COLS:
             layout = (8192, cols, dtype, name, cols, True)
             totals = product((True, False), repeat=2) if e4m3 else [(True, True)]
             options = {"power_of_2": not e4m3, "sum_dtype": "float32" if e4m3 else dtype}
-            found += [
+            plans += [
                 float8_plan.plan_rows(RowsProblem(*layout, **options, sums=sums, maxima=maxima), device)
                 for sums, maxima in totals
             ]
             if e4m3:
-                found.append(float8_plan.plan_rows(RowsProblem(*layout, given=True, sums=True), device))
+                plans.append(float8_plan.plan_rows(RowsProblem(*layout, given=True, sums=True), device))
         for aligned in (True, False):
             layout = (8192, 4096, dtype, name, 4096, aligned)
             options = {"power_of_2": not e4m3, "affine_aligned": aligned}
-            found.append(float8_plan.plan_columns(ColumnsProblem(*layout, given=e4m3), device))
-            found.append(float8_plan.plan_columns(ColumnsProblem(*layout, power_of_2=not e4m3), device))
+            plans.append(float8_plan.plan_columns(ColumnsProblem(*layout, given=e4m3), device))
+            plans.append(float8_plan.plan_columns(ColumnsProblem(*layout, power_of_2=not e4m3), device))
             for operation, parameter in product(NAMED.values(), ("bfloat16", "float32", None)):
                 names = ("weight", "bias")[: 2 if operation.norm == "layer_norm" else 1] if parameter else ()
-                affine = tuple((one, parameter) for one in names if parameter)
+                affine = tuple((name, parameter) for name in names if parameter)
                 of = operation.given(("x", *names))
-                found.append(
+                plans.append(
                     float8_plan.plan_columns(ColumnsProblem(*layout, operation=of, affine=affine, **options), device)
                 )
             for y, bias in product(("bfloat16", "float32"), (None, "bfloat16")):
                 task = ProductProblem(16, 4096, dtype, y, bias, aligned)
-                found.append(float8_plan.plan_product(task, device))
-    return found
+                plans.append(float8_plan.plan_product(task, device))
+    return plans
 
 
 def named_fusions() -> list[Problem]:
@@ -291,7 +291,7 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
         for length in sorted(lengths):
             choice = tier_of(whole("layer_norm", direction, ROWS, length, dtype, other, other), device)
             taken[choice and choice[0]].append(length)
-    return {tier: _spread(found) for tier, found in (beside["float16"] | beside[dtype]).items()}
+    return {tier: _spread(taken) for tier, taken in (beside["float16"] | beside[dtype]).items()}
 
 
 def orthogonal_array() -> list[tuple[int, ...]]:

@@ -44,10 +44,10 @@ def _status(processes: list[subprocess.Popen]) -> int:
     """0 once all have ended well, 1 as soon as one has not: the others would wait for it."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        found = [process.poll() for process in processes]
-        if any(found):
+        statuses = [process.poll() for process in processes]
+        if any(statuses):
             return 1
-        if None not in found:
+        if None not in statuses:
             return 0
         time.sleep(0.05)
     print(f"demo: --ranks: the processes took longer than {SECONDS} s and were ended.", file=sys.stderr)

@@ -92,7 +92,7 @@ def _without_spills(
 
     A backward pass has the same launch at odd addresses, so that kernel must not spill either.
     """
-    kernels = {plan: [one.spec for one in plan.steps] for plan in plans}
+    kernels = {plan: [step.spec for step in plan.steps] for plan in plans}
     elsewhere = choose(replace(problem, aligned=False), device) if problem.direction == "backward" else None
     if isinstance(elsewhere, NormSpec):
         for plan, spec in plans.items():
@@ -125,8 +125,8 @@ class Buffers:
         self.problem = problem
         self.device_id = cupy.cuda.Device().id
         count = timing.buffers_needed(problem.bytes_moved)
-        names = {one.name: one for one in problem.operands if one.kind != "scalar"}
-        first = {name: self._array(one) for name, one in names.items()}
+        operands = [operand for operand in problem.operands if operand.kind != "scalar"]
+        first = {operand.name: self._array(operand) for operand in operands}
         self.sets = [first, *({name: array.copy() for name, array in first.items()} for _ in range(count - 1))]
         cupy.cuda.Device().synchronize()
 
@@ -169,7 +169,7 @@ class Buffers:
         """The bytes of what a plan writes, by name."""
         import cupy
 
-        written = {one.name: self.sets[0][one.name] for one in self.problem.operands if one.written}
+        written = {operand.name: self.sets[0][operand.name] for operand in self.problem.operands.written}
         for array in written.values():
             array.data.memset(255, array.nbytes)  # NaN
         self.calls(plan)[0]()
@@ -178,13 +178,13 @@ class Buffers:
 
     def fault(self, plan: Plan, expected: dict[str, numpy.ndarray]) -> str:
         """What is wrong with a plan's results; empty if nothing is. Sums over rows alone may have other bits."""
-        for name, found in self.results(plan).items():
-            if numpy.array_equal(found, expected[name]):
+        for name, result in self.results(plan).items():
+            if numpy.array_equal(result, expected[name]):
                 continue
             if name not in self.problem.sums:
                 return f"{name} has other bits"
             operand = self.problem.by_name[name]
-            numbers, reference = _numbers_of(found, operand), _numbers_of(expected[name], operand)
+            numbers, reference = _numbers_of(result, operand), _numbers_of(expected[name], operand)
             apart = abs(numbers - reference).max() / abs(reference).max()
             if not apart <= SUM_TOLERANCE:
                 return f"{name} is {apart:.3g} of its largest number away"
