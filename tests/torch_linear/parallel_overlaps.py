@@ -43,7 +43,7 @@ def overlaps_change_nothing(group: Any, device: str) -> None:
     for options in ({}, Z, ALL_Z, {"bias": False, "keep_normalized": True}):
         case = Case(options, dtype=dtype, shape=(8, 2))
         plain = results(case)
-        with mock.patch.object(exchange, "BESIDE", 0):
+        with mock.patch.object(exchange, "SECOND_STREAM_FROM", 0):
             beside = results(case)
         assert all(torch.equal(found, plain[name]) for name, found in beside.items())
         for chosen in flags:

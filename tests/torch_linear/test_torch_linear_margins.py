@@ -101,6 +101,7 @@ def test_operators_are_told(monkeypatch):
         return norm_gradients(*arguments)
 
     monkeypatch.setattr(wide, "normalise", told)
+    monkeypatch.setattr(step, "normalise", told)
     monkeypatch.setattr(step, "norm_gradients", told_gradients)
     x = random(ROWS, COLS, dtype=torch.bfloat16).requires_grad_()
     torch.compile(module(sm_margin=EACH), fullgraph=True, backend="aot_eager")(x).sum().backward()
