@@ -61,12 +61,12 @@ def nothing_listens() -> bool:
 
 
 def nothing_else_listens() -> bool:
-    """Whether nothing of that is in force that `Guards` do not see."""
+    """Return whether nothing of that is in force that `Guards` do not see."""
     return (_function_modes() == 0 or _is_default_device()) and forward_ad._current_level < 0
 
 
 def _is_default_device() -> bool:
-    """Whether the only mode of functions is torch.set_default_device's, which only decides where new tensors go."""
+    """Return whether the only mode of functions is torch.set_default_device's, which decides where new tensors go."""
     return _function_modes() == 1 and type(_function_mode(0)) is _DefaultDevice
 
 
@@ -77,7 +77,7 @@ def default_device() -> torch.device | None:
 
 
 def under_functorch() -> bool:
-    """Whether a transform of functorch is in force."""
+    """Return whether a transform of functorch is in force."""
     # Not `is not None`: dynamo, which traces this, has an object of its own for None.
     return isinstance(_transforms(), (_Transform, str))
 
@@ -166,7 +166,7 @@ def current_stream() -> Any:
 
 
 def is_graphed_by_inductor() -> bool:
-    """Whether inductor, if it is the compiler, will record a CUDA graph; False if its options have another form."""
+    """Return whether inductor, if it compiles, will record a CUDA graph; False if its options have another form."""
     config = sys.modules.get("torch._inductor.config")
     return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
 
@@ -175,7 +175,7 @@ _HAS_EXPORT_FLAG = has("torch.compiler:_is_exporting_flag", "compiled norms may 
 
 
 def is_exporting() -> bool:
-    """Whether an export is under way. In torch 2.11 torch.compiler.is_exporting() is true wherever dynamo traces."""
+    """Return whether an export is under way: torch 2.11's own is_exporting() is true wherever dynamo traces."""
     return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else torch.compiler.is_exporting()
 
 

@@ -110,6 +110,7 @@ def _without_spills(
 
 
 def checked(times: timing.Times | Exception) -> timing.Times:
+    """Return times, or raise what the measurement raised."""
     if isinstance(times, Exception):
         raise times
     return times
