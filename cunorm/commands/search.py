@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
@@ -18,7 +18,7 @@ from ..kernel.device import Device
 from ..plan.choose import choose
 from ..plan.launches import launches
 from ..plan.problem import Operand, Problem
-from ..plan.spec import NormSpec
+from ..plan.spec import KernelSpec, NormSpec
 from ..plan.steps import Plan
 from ..plan.tables import Launch, run_by
 from . import timing
@@ -31,6 +31,8 @@ SCALARS = {"eps": 1e-5}  # others are a half
 # Of a sum over rows, in parts of its largest number, by how much another number of partial sums may change it: a
 # rounding of bfloat16, twice. A row that is missing changes it by more.
 SUM_TOLERANCE = 2.0**-6
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ def search(
 ) -> Found:
     """Time `others`, kernels of the problem's rows, beside today's plan. `step` is called twice for each of them."""
     plans = {launches(problem, spec, device): spec for spec in others}
-    sound = _without_spills(plans, problem, device, step)
+    without_spills = _without_spills(plans, problem, device, step)
     buffers = Buffers(problem)
     expected = buffers.results(today)
     faults: dict[Plan, str] = {}
     screened: dict[Plan, float] = {}
-    for plan in sound:
+    for plan in without_spills:
         step()
         try:
             timer = buffers.timer(plan)
@@ -79,16 +81,16 @@ def search(
         tuple((taken.median, plans[plan]) for taken, plan in ranked),
         better,
         best if better else of_today,
-        len(sound),
+        len(without_spills),
         tuple((plans[plan], why) for plan, why in faults.items()),
-        len(plans) - len(sound),
+        len(plans) - len(without_spills),
     )
 
 
 def _without_spills(
     plans: Mapping[Plan, NormSpec], problem: Problem, device: Device, step: Callable[[], None]
 ) -> list[Plan]:
-    """Those whose kernels compile, into the kernel cache, and spill nothing.
+    """Return the plans whose kernels compile and spill nothing.
 
     A backward pass has the same launch at odd addresses, so that kernel must not spill either.
     """
@@ -98,13 +100,18 @@ def _without_spills(
         for plan, spec in plans.items():
             kernel = run_by(Launch.of(spec), elsewhere, device)
             kernels[plan] += [kernel] if kernel else []
+    return sound(kernels, device, step)
+
+
+def sound(kernels: Mapping[P, Sequence[KernelSpec]], device: Device, step: Callable[[], None]) -> list[P]:
+    """Return the plans whose kernels compile, into the kernel cache, and spill nothing. `step` is called for each."""
     faults = set()
     work = list(dict.fromkeys((spec, device.arch) for specs in kernels.values() for spec in specs))
     with compiler(keep=True) as compile_one:
         for place, compiled in enumerate(compile_all(work, compile_one)):
             if compiled.fault:
                 faults.add(compiled.spec)
-            if place < len(plans):
+            if place < len(kernels):
                 step()
     return [plan for plan, specs in kernels.items() if not faults.intersection(specs)]
 

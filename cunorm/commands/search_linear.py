@@ -1,12 +1,14 @@
-"""A search over the divisions of a norm with its product in one launch, on a GPU: for `tune`.
+"""A search over the ways to run a norm with its product, on a GPU: for `tune`.
 
-Each division that does not spill is held against the two launches, the norm's kernel and cuBLASLt's product. The
-fastest is timed beside them once more, alone, so that the luck of the fastest of several is no gain.
+They are one launch, in each division that does not spill, and two: the norm's kernel and the product by each algorithm
+that cuBLASLt offers. Each is held against what runs today. The fastest is timed beside it once more, alone, so that the
+luck of the fastest of several is no gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,65 +19,66 @@ from ..kernel.device import Device
 from ..linear import one_launch
 from ..linear.one_launch import LinearProblem, OneLaunchPlan
 from ..plan.problem import ITEMSIZE
+from ..plan.tables import Algorithm
 from . import timing
-from .compilation import compile_all, compiler
-from .search import RANDOM, checked
+from .search import RANDOM, SUM_TOLERANCE, checked, sound
 
 EPS = 1e-5
-# How far y may be from that of the two launches, in parts of its largest number: two roundings of bfloat16.
-TOLERANCE = 2.0**-6
-SECONDS = 0.3  # for the turns of all divisions
+SECONDS = 0.3  # for the turns of all ways
+
+
+class Way(NamedTuple):
+    """How a norm with its product runs."""
+
+    ctas: int = 0  # of the clusters of the one launch; 0: two launches
+    algorithm: Algorithm = ()  # of the product of two launches
 
 
 class FoundLinear(NamedTuple):
     """What a search found; seconds of a call."""
 
-    today: timing.Times  # of the two launches
-    best: timing.Times  # of `better`, else of the two launches
-    better: int  # the CTAs of the clusters of the one launch that is ahead by more than both spread; 0: none is
+    today: timing.Times
+    best: timing.Times  # of `better`, else today's
+    better: Way | None  # what is ahead of today's by more than both spread
     tried: int
     spilled: int
+    cublas: str  # the version, by which tables name algorithms
+
+
+def why_not(problem: LinearProblem, device: Device) -> str:
+    """Return why there is nothing to search for; empty if there is."""
+    from ..linear import gemm
+
+    reason = one_launch.why_not(problem, device)
+    offered = problem.dtype in ("float16", "bfloat16") and gemm.bindings() is not None
+    return "" if offered else reason
 
 
 def search_linear(problem: LinearProblem, device: Device, step: Callable[[], None] = lambda: None) -> FoundLinear:
-    """Time one launch in each division beside the two launches. `step` is called twice for each division."""
-    plans = {
-        division.cluster: one_launch.plan(problem, device, division)
-        for division in one_launch.divisions(problem, device)
-    }
-    sound = _without_spills(plans, device, step)
+    """Time every way beside today's. `step` is called once or twice for each."""
+    fits = not one_launch.why_not(problem, device)
+    divisions = tuple(one_launch.divisions(problem, device)) if fits else ()
+    plans = {division.cluster: one_launch.plan(problem, device, division) for division in divisions}
+    without_spills = sound({ctas: [plan.steps[0].spec] for ctas, plan in plans.items()}, device, step)
     arrays = Arrays(problem)
-    expected = arrays.numbers(arrays.two_launches())
-    right = []
-    for ctas, plan in sound.items():
+    products = arrays.products()
+    ways = {Way(ctas): partial(arrays.one_launch, plans[ctas]) for ctas in without_spills}
+    ways |= {Way(0, algorithm): partial(arrays.two_launches, product) for algorithm, product in products.items()}
+    expected = arrays.numbers(arrays.today(0))
+    right = {}
+    for way, call in ways.items():
         step()
-        y = arrays.numbers(arrays.one_launch(plan))
-        if abs(y - expected).max() <= TOLERANCE * abs(expected).max():
-            right.append(ctas)
-    two = arrays.timer(arrays.two_launches)
-    timers = {ctas: arrays.timer(lambda index, plan=sound[ctas]: arrays.one_launch(plan, index)) for ctas in right}
-    today, *times = map(checked, timing.in_turns([two, *timers.values()], SECONDS))
-    best, better = today, 0
+        if abs(arrays.numbers(call(0)) - expected).max() <= SUM_TOLERANCE * abs(expected).max():
+            right[way] = arrays.timer(call)
+    own = arrays.timer(arrays.today)
+    today, *times = map(checked, timing.in_turns([own, *right.values()], SECONDS))
+    best, better = today, None
     if times:
-        medians = {ctas: taken.median for ctas, taken in zip(timers, times, strict=True)}
+        medians = {way: taken.median for way, taken in zip(right, times, strict=True)}
         fastest = min(medians, key=medians.__getitem__)
-        today, of_fastest = map(checked, timing.in_turns([two, timers[fastest]], SECONDS))
-        best, better = (of_fastest, fastest) if of_fastest.p80 < today.p20 else (today, 0)
-    return FoundLinear(today, best, better, len(right), len(plans) - len(sound))
-
-
-def _without_spills(
-    plans: Mapping[int, OneLaunchPlan], device: Device, step: Callable[[], None]
-) -> dict[int, OneLaunchPlan]:
-    work = {plan.steps[0].spec: ctas for ctas, plan in plans.items()}
-    sound = {}
-    with compiler(keep=True) as compile_one:
-        for compiled in compile_all([(spec, device.arch) for spec in work], compile_one):
-            step()
-            if not compiled.fault:
-                ctas = work[compiled.spec]
-                sound[ctas] = plans[ctas]
-    return sound
+        today, of_fastest = map(checked, timing.in_turns([own, right[fastest]], SECONDS))
+        best, better = (of_fastest, fastest) if of_fastest.p80 < today.p20 else (today, None)
+    return FoundLinear(today, best, better, len(right), len(plans) - len(without_spills), arrays.cublas())
 
 
 class Arrays:
@@ -102,32 +105,76 @@ class Arrays:
         self.sets = [first, *({name: array.copy() for name, array in first.items()} for _ in range(count - 1))]
         cupy.cuda.Device().synchronize()  # graphs run on streams of their own
 
-    def two_launches(self, index: int = 0) -> Any:
-        from .. import functions
+    def _given(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays of a set, None for one that is absent, and what else a call is given."""
+        options = {"eps": EPS, "zero_centered_gamma": self._problem.zero_centered_gamma}
+        return dict.fromkeys(one_launch.NAMES) | self.sets[index], options
+
+    def today(self, index: int) -> Any:
+        """Return y as a call returns it."""
+        from ..linear import api
+
+        arrays, options = self._given(index)
+        normalization = "LayerNorm" if self._problem.norm == "layer_norm" else "RMSNorm"
+        return api.layer_norm_linear(*arrays.values(), normalization=normalization, **options)
+
+    def products(self) -> dict[Algorithm, Any]:
+        """Return the product by each algorithm that cuBLASLt offers."""
         from ..linear import gemm
 
-        arrays, problem = self.sets[index], self._problem
-        x, weight, bias, ln_weight, ln_bias = map(arrays.get, one_launch.NAMES)
-        options = {"eps": EPS, "zero_centered_gamma": problem.zero_centered_gamma}
-        if problem.norm == "layer_norm":
-            z = functions.layer_norm(x, problem.cols, ln_weight, ln_bias, **options)
-        else:
-            z = functions.rms_norm(x, problem.cols, ln_weight, **options)
-        assert weight is not None
-        return gemm.multiply(z, weight.T, bias)
+        if gemm.bindings() is None:
+            return {}
+        kind, pointers = self._product(self._normalised(0), 0, self._empty())
+        return gemm.offered(kind, pointers[-1])
 
-    def one_launch(self, plan: OneLaunchPlan, index: int = 0) -> Any:
+    def cublas(self) -> str:
+        """Return the version of cuBLAS; empty where cuBLASLt cannot be reached."""
+        from ..linear import gemm
+
+        return gemm.version() if gemm.bindings() is not None else ""
+
+    def two_launches(self, product: Any, index: int) -> Any:
+        """Return y of the norm's kernel and a product."""
+        y = self._empty()
+        _, pointers = self._product(self._normalised(index), index, y)
+        product.run(*pointers)
+        return y
+
+    def one_launch(self, plan: OneLaunchPlan, index: int) -> Any:
+        """Return y of one launch, which writes neither z nor statistics."""
         import cupy
 
-        arrays = self.sets[index]
-        y = cupy.empty((self._problem.rows, self._problem.outs), arrays["x"].dtype)
-        addresses = {name: array.data.ptr for name, array in (arrays | {"y": y}).items()}
-        pointers = [addresses.get(name, 0) for name in plan.problem.pointers]  # z and statistics are not written
+        y = self._empty()
+        addresses = {name: array.data.ptr for name, array in (self.sets[index] | {"y": y}).items()}
+        pointers = [addresses.get(name, 0) for name in plan.problem.pointers]
         launch.run(plan, y.data.device_id, cupy.cuda.get_current_stream().ptr, (*pointers, EPS))
         return y
 
+    def _empty(self) -> Any:
+        import cupy
+
+        return cupy.empty((self._problem.rows, self._problem.outs), self.sets[0]["x"].dtype)
+
+    def _normalised(self, index: int) -> Any:
+        from .. import functions
+
+        arrays, options = self._given(index)
+        if self._problem.norm == "layer_norm":
+            return functions.layer_norm(
+                arrays["x"], self._problem.cols, arrays["ln_weight"], arrays["ln_bias"], **options
+            )
+        return functions.rms_norm(arrays["x"], self._problem.cols, arrays["ln_weight"], **options)
+
+    def _product(self, z: Any, index: int, y: Any) -> tuple[Any, tuple[int, ...]]:
+        """Return the kind of the product and its pointers. z may be gone: its memory is the stream's next call's."""
+        from ..linear import gemm
+
+        arrays, _ = self._given(index)
+        epilogue = "DEFAULT" if arrays["bias"] is None else "BIAS"
+        return gemm.described(epilogue, z, arrays["weight"].T, y, arrays["bias"])
+
     def timer(self, call: Callable[[int], Any]) -> timing.Timer:
-        calls = [lambda index=index: call(index) for index in range(len(self.sets))]
+        calls = [partial(call, index) for index in range(len(self.sets))]
         return timing.cupy_timer(calls, -(-timing.launches_of_graph(self._bytes) // len(calls)))
 
     def numbers(self, y: Any) -> numpy.ndarray:

@@ -34,7 +34,7 @@ from . import matrix
 from .compile import DIRECTIONS, LINEAR, add_options_of_problems, at_least_one, linear_problem, progress
 from .info import why_no_compiler, why_no_gpu
 from .search import Found, search
-from .search_linear import FoundLinear, search_linear
+from .search_linear import FoundLinear, search_linear, why_not
 
 MOST = 64  # candidates of a problem, those with the fewest differences from today's
 INTERRUPTED = 130  # the exit status of a process that Ctrl-C ends
@@ -69,7 +69,7 @@ class Task(NamedTuple):
 
 
 class LinearTask(NamedTuple):
-    """A norm with its product that may be one launch."""
+    """A norm with its product: one launch, or two by one of cuBLASLt's algorithms."""
 
     problem: LinearProblem
 
@@ -83,12 +83,17 @@ class LinearTask(NamedTuple):
         return f"{problem.norm}_linear {problem.dtype} {problem.rows} x {problem.cols} -> {problem.outs}"
 
     def search(self, gpu: device.Device, step: Callable[[], None]) -> FoundLinear:
-        """Time one launch beside two."""
+        """Time other ways beside today's."""
         return search_linear(self.problem, gpu, step)
 
     def merged(self, table: tables.Table, found: FoundLinear) -> tables.Table:
         """Return the table with what a search found."""
-        return table.with_product(self.problem.cols, self.problem.outs, self.problem.rows, found.better)
+        if found.better is None:
+            return table
+        shape = self.problem.cols, self.problem.outs, self.problem.rows
+        if one_launch.rows_of(self.problem):
+            table = table.with_product(*shape, found.better.ctas)
+        return table.with_algorithm(found.cublas, *shape, found.better.algorithm) if found.better.algorithm else table
 
 
 class _TimeIsUpError(Exception):
@@ -102,7 +107,8 @@ def add_parser(commands) -> None:
         description="Compile other launches of the same kernels and time them beside today's: for calls of --cols, "
         "--rows and --dtype, or for the calls that one call of --model makes. Without --op and "
         "--direction both norms and both directions are tuned. With --op layer_norm_linear or "
-        "rms_norm_linear the norm and its product in one launch are timed beside the two launches. What is faster by "
+        "rms_norm_linear the norm and its product in one launch, and the product by other algorithms of cuBLASLt, are "
+        "timed beside what runs today. What is faster by "
         "more than the spread of the measurement is kept in the folder of the kernel cache, where later processes find "
         "it. The bits of y and dx of a norm stay the same; the last one of y of a product may change.",
     )
@@ -252,7 +258,7 @@ def _tasks(problems: Iterable[Problem | LinearProblem], gpu: device.Device) -> l
         if not isinstance(problem, LinearProblem):
             task = task_of(problem, gpu)
             tasks += [task] if task else []
-        elif reason := one_launch.why_not(problem, gpu):
+        elif reason := why_not(problem, gpu):
             print(f"{LinearTask(problem).name}: left out, {reason}")
         else:
             tasks.append(LinearTask(problem))

@@ -2,7 +2,7 @@
 
 nvmath-python's bindings reach cuBLASLt. Where they are missing, and where cuBLASLt has no such epilogue (float64), the
 product is cuBLAS's gemmEx through CuPy, and the bias is what it adds to. What cuBLASLt runs is asked once for each kind
-of product and kept.
+of product and kept: the algorithm that a table of measurements names, or else cuBLASLt's first guess.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import cupy
 import numpy
 
 from .. import logs, private
+from ..kernel import device
 from ..kernel.device import INSTALL_LINEAR
+from ..plan import tables
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
 KINDS = 4096  # kept at most, by each thread
 CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}  # cudaDataType_t
+GUESSES = 16  # of cuBLASLt, of which a table may name one
 OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
 
@@ -108,6 +111,14 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bia
     """Run a product by cuBLASLt and return whether that was possible."""
     if bindings() is None or 0 in (*a.shape, *b.shape):
         return False
+    kind, pointers = described(epilogue, a, b, out, bias)
+    return _of_thread.prepared(kind).run(*pointers)
+
+
+def described(
+    epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bias: cupy.ndarray | None
+) -> tuple[Kind, tuple[int, int, int, int]]:
+    """Return the kind of a product, and the pointers of a, b, out and bias."""
     a, a_operand = _operand(a)
     b, b_operand = _operand(b)
     pointers = (a.data.ptr, b.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr)
@@ -116,7 +127,7 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bia
     tf32 = a.dtype == numpy.float32 and uses_tf32()
     rows, cols = out.shape
     kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
-    return _of_thread.prepared(kind).run(*pointers)
+    return kind, pointers
 
 
 def _scaled_rows(a, b, out, scales, bias) -> None:
@@ -249,8 +260,8 @@ class Prepared:
         weakref.finalize(self, destroy, made).atexit = False  # cuBLASLt may be gone by then
         return made
 
-    def _choose(self) -> Any:
-        """Return cuBLASLt's best guess, None where it has nothing."""
+    def guesses(self, count: int) -> list[Any]:
+        """Return the algorithms that cuBLASLt offers, the one that it takes for the fastest first."""
         lt = bindings()
         preference = lt.matmul_preference_create()
         # Parts of a sum are added up before they are rounded.
@@ -260,29 +271,51 @@ class Prepared:
             attribute = lt.MatmulPreferenceAttribute[name]
             word = numpy.array([limit], lt.get_matmul_preference_attribute_dtype(attribute))
             lt.matmul_preference_set_attribute(preference, attribute, word.ctypes.data, word.itemsize)
-        result, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
+        results, offered = lt.MatmulHeuristicResult(count), numpy.zeros(1, numpy.int32)
         layouts = (self.b, self.a, self.out, self.out)
         try:
             lt.matmul_algo_get_heuristic(
-                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, result.ptr, count.ctypes.data
+                _handle(self.kind.device_id),
+                self.descriptor,
+                *layouts,
+                preference,
+                count,
+                results.ptr,
+                offered.ctypes.data,
             )
         except lt.cuBLASLtError:
-            return None
+            return []
         finally:
             lt.matmul_preference_destroy(preference)
-        return result if count[0] else None
+        return [results[place] for place in range(offered[0])]
+
+    def with_bias(self, bias: int) -> Prepared:
+        """Let the product add the vector at this pointer, if it adds one."""
+        if self.kind.epilogue != "DEFAULT":
+            self.bias[0] = bias
+            bindings().matmul_desc_set_attribute(self.descriptor, self.bias_attribute, self.bias_address, 8)
+        return self
+
+    def use(self, guess: Any) -> None:
+        """Run by an algorithm that was offered; None: there is none."""
+        self.algorithm = guess or False
+        self.workspace = guess.workspace_size if guess else 0
+
+    def _choose(self) -> Any:
+        """Return the algorithm that was measured to be the fastest, else the first guess; None if there is none."""
+        measured = _measured(self.kind)
+        offered = self.guesses(GUESSES if measured else 1)
+        named = [guess for guess in offered if measured and configuration(guess) == measured]
+        return next(iter(named + offered), None)
 
     def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
         """Run on CuPy's current stream, and return whether cuBLASLt could."""
         if scales is not None:
             self._describe("B_SCALE_POINTER", scales[0])
             self._describe("A_SCALE_POINTER", scales[1])
-        if self.kind.epilogue != "DEFAULT":
-            self.bias[0] = bias
-            bindings().matmul_desc_set_attribute(self.descriptor, self.bias_attribute, self.bias_address, 8)
+        self.with_bias(bias)
         if self.algorithm is None:
-            self.algorithm = self._choose() or False
-            self.workspace = self.algorithm.workspace_size if self.algorithm else 0
+            self.use(self._choose())
         if not self.algorithm:
             return False
         workspace = cupy.cuda.alloc(self.workspace)
@@ -305,6 +338,41 @@ class Prepared:
             cupy.cuda.get_current_stream().ptr,
         )
         return True
+
+
+def configuration(guess: Any) -> tables.Algorithm:
+    """Return the attributes that tell an algorithm from all others of this version of cuBLAS."""
+    lt = bindings()
+    values = []
+    for attribute in lt.MatmulAlgoConfigAttribute:
+        word = numpy.zeros(1, lt.get_matmul_algo_config_attribute_dtype(attribute))
+        written = numpy.zeros(1, numpy.int64)
+        lt.matmul_algo_config_get_attribute(guess.ptr, attribute, word.ctypes.data, word.itemsize, written.ctypes.data)
+        values.append(int(word[0]))
+    return tuple(values)
+
+
+def _measured(kind: Kind) -> tables.Algorithm:
+    """Return the algorithm that a table names for a product z weightᵀ in 16 bits; empty if none does."""
+    if kind.out or kind.dtype not in ("float16", "bfloat16") or kind.a.transposed or not kind.b.transposed:
+        return ()
+    return tables.algorithm(device.current(kind.device_id), version(), kind.inner, kind.cols, kind.rows)
+
+
+def offered(kind: Kind, bias: int) -> dict[tables.Algorithm, Prepared]:
+    """Return the product by each of cuBLASLt's guesses, the first one first. `bias` is a pointer."""
+    products: dict[tables.Algorithm, Prepared] = {}
+    for guess in Prepared(kind).with_bias(bias).guesses(GUESSES):
+        product = products.setdefault(configuration(guess), Prepared(kind))
+        product.use(guess)
+    return products
+
+
+@cache
+def version() -> str:
+    """Return the version of cuBLAS, by which tables name its algorithms."""
+    number = bindings().get_version()
+    return f"{number // 10000}.{number // 100 % 100}"
 
 
 class _OfThread(threading.local):

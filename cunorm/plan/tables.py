@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import chain, pairwise, product
@@ -61,6 +61,7 @@ class Launch:
         return replace(spec, shape=spec.shape.in_clusters(self.cluster), **fields)
 
 
+Algorithm = tuple[int, ...]  # the attributes of an algorithm of cuBLASLt
 Choices = tuple[tuple[float, Launch | None], ...]  # launches by the most rows per SM; None leaves it to the next table
 
 
@@ -76,6 +77,9 @@ class Table:
     # Of norms with their products, by columns, outs and rows: the CTAs of the clusters of the one launch that was
     # measured to be the fastest; 0 if two launches were.
     products: Mapping[int, Mapping[int, Mapping[int, int]]] = field(default_factory=dict)
+    # Of the products alone, by version of cuBLAS, columns, outs and rows: the configuration of the algorithm that was
+    # measured to be the fastest; empty if cuBLASLt's first guess was.
+    algorithms: Mapping[str, Mapping[int, Mapping[int, Mapping[int, Algorithm]]]] = field(default_factory=dict)
 
     def serves(self, device: Device) -> bool:
         alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
@@ -139,6 +143,21 @@ class Table:
         by_outs = self.products.get(cols, {})
         by_rows = {**by_outs.get(outs, {}), rows: ctas}
         return replace(self, products={**self.products, cols: {**by_outs, outs: by_rows}})
+
+    def algorithm(self, cublas: str, cols: int, outs: int, rows: int) -> Algorithm | None:
+        """Return the algorithm of the nearest number of rows that was measured, up to REACH times more or fewer."""
+        by_rows = self.algorithms.get(cublas, {}).get(cols, {}).get(outs, {})
+        apart = {measured: max(measured / rows, rows / measured) for measured in by_rows}
+        nearest = min(apart, key=apart.__getitem__, default=None)
+        return None if nearest is None or apart[nearest] > REACH else by_rows[nearest]
+
+    def with_algorithm(self, cublas: str, cols: int, outs: int, rows: int, algorithm: Algorithm) -> Table:
+        """Return the table with one more product measured."""
+        by_cols = self.algorithms.get(cublas, {})
+        by_outs = by_cols.get(cols, {})
+        by_rows = {**by_outs.get(outs, {}), rows: algorithm}
+        by_cols = {**by_cols, cols: {**by_outs, outs: by_rows}}
+        return replace(self, algorithms={**self.algorithms, cublas: by_cols})
 
 
 def _zero_centred(layout: str) -> tuple[str, ...]:
@@ -213,6 +232,12 @@ def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | Non
         if (kernel := run_by(launch, spec, device)) is not None:
             return kernel
     return None
+
+
+def algorithm(device: Device, cublas: str, cols: int, outs: int, rows: int) -> Algorithm:
+    """Return the algorithm that was measured to be the fastest for a product; empty: cuBLASLt's first guess."""
+    answers = (table.algorithm(cublas, cols, outs, rows) for _, table in tables_of(device))
+    return next((answer for answer in answers if answer is not None), ())
 
 
 @lru_cache(maxsize=4096)
@@ -302,17 +327,27 @@ def read(path: Path) -> Table | None:
         arch, bandwidth = content["arch"], content["bandwidth"]
         if type(arch) is not int or type(bandwidth) not in (int, float) or bandwidth <= 0:
             raise ValueError(f"no GPU has architecture {arch!r}, bandwidth of an SM {bandwidth!r}")
-        products = {
-            int(cols): {
-                int(outs): {int(rows): int(ctas) for rows, ctas in by_rows.items()} for outs, by_rows in by_outs.items()
-            }
-            for cols, by_outs in content.get("products", {}).items()
+        products = _by_shape(content.get("products", {}), int)
+        algorithms = {
+            cublas: _by_shape(by_cols, lambda numbers: tuple(map(int, numbers)))
+            for cublas, by_cols in content.get("algorithms", {}).items()
         }
-        return Table(arch, bandwidth, layouts, points, products)
+        return Table(arch, bandwidth, layouts, points, products, algorithms)
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         log.warning("cunorm: %s is no table of launches (%s); it is not used", path, reason)
         return None
+
+
+def _by_shape(content: Any, value_of: Callable[[Any], Any]) -> dict[int, dict[int, dict[int, Any]]]:
+    """Return what a file says by columns, outs and rows."""
+    return {
+        int(cols): {
+            int(outs): {int(rows): value_of(value) for rows, value in by_rows.items()}
+            for outs, by_rows in by_outs.items()
+        }
+        for cols, by_outs in content.items()
+    }
 
 
 def _check_shape(shape: str) -> None:
@@ -371,4 +406,11 @@ def write(path: Path, table: Table) -> None:
     text += ',\n "measured": {\n' + ",\n".join(measured_lines) + "\n }" if measured_lines else ""
     product_lines = [f"  {json.dumps(str(cols))}: {json.dumps(by_outs)}" for cols, by_outs in table.products.items()]
     text += ',\n "products": {\n' + ",\n".join(product_lines) + "\n }" if product_lines else ""
+    algorithm_lines = [
+        f"  {json.dumps(cublas)}: {{\n"
+        + ",\n".join(f"   {json.dumps(str(cols))}: {json.dumps(by_outs)}" for cols, by_outs in by_cols.items())
+        + "\n  }"
+        for cublas, by_cols in table.algorithms.items()
+    ]
+    text += ',\n "algorithms": {\n' + ",\n".join(algorithm_lines) + "\n }" if algorithm_lines else ""
     write_file(path, (text + "}\n").encode())

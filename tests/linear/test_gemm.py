@@ -15,7 +15,9 @@ import pytest
 
 pytest.importorskip("cupy", exc_type=ImportError)
 
+from cunorm.kernel.device import H100
 from cunorm.linear import gemm
+from cunorm.plan import tables
 
 FLOAT32, FLOAT64, E4M3 = 0, 1, 28
 
@@ -80,10 +82,13 @@ class CublasLt:
     Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
     MatmulMatrixScale = enum.IntEnum("MatmulMatrixScale", {"OUTER_VEC_32F": 3})
     ReductionScheme = enum.IntEnum("ReductionScheme", {"COMPUTE_TYPE": 2})
+    MatmulAlgoConfigAttribute = enum.IntEnum("MatmulAlgoConfigAttribute", {"TILE_ID": 1, "STAGES_ID": 6})
     cuBLASLtError = ArithmeticError  # noqa: N815
+    offers = 3  # algorithms at most, of which the one at 1234 + i has tile i and 5 stages
 
     def __init__(self, refuses: tuple[str, ...] = ()):
         self.objects: list[Any] = [None]
+        self.algorithms: list[int] = []  # of the products that have run
         self.refuses = [self.Epilogue[name] for name in refuses]
 
     def _new(self, value: Any) -> int:
@@ -133,17 +138,32 @@ class CublasLt:
 
     @staticmethod
     def MatmulHeuristicResult(count):  # noqa: N802
-        return SimpleNamespace(ptr=1234, workspace_size=4096)
+        class Results(list):
+            ptr = 1234
+
+        return Results(SimpleNamespace(ptr=1234 + place, workspace_size=4096) for place in range(count))
+
+    def get_version(self):
+        return 130100
+
+    def get_matmul_algo_config_attribute_dtype(self, attribute):
+        return numpy.uint16
+
+    def matmul_algo_config_get_attribute(self, algorithm, attribute, pointer, size, written):
+        assert size == 2
+        ctypes.c_uint16.from_address(pointer).value = {1: algorithm - 1234, 6: 5}[attribute]
 
     def matmul_algo_get_heuristic(self, handle, descriptor, a, b, c, d, preference, requested, found, count):
         described = self.objects[descriptor]
         assert described[Names.EPILOGUE] == 1 or described[Names.BIAS_POINTER]
-        ctypes.c_int32.from_address(count).value = int(described[Names.EPILOGUE] not in self.refuses)
+        offered = 0 if described[Names.EPILOGUE] in self.refuses else min(requested, self.offers)
+        ctypes.c_int32.from_address(count).value = offered
 
     def matmul(
         self, _, descriptor, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *others
     ):
-        assert (algorithm, others[1]) == (1234, 4096)
+        self.algorithms.append(algorithm - 1234)
+        assert others[1] == 4096
         assert (c, c_layout) == (d, d_layout)
         described = self.objects[descriptor]
         kind = self.objects[a_layout][0]
@@ -207,6 +227,54 @@ def laid_out(values: numpy.ndarray, layout: str) -> Array:
 
 
 LAYOUTS = ("rows", "transposed", "wider", "backwards")
+
+
+@pytest.mark.parametrize(("named", "place"), [((), 0), ((0, 5), 0), ((2, 5), 2), ((2, 4), 0), ((7, 5), 0)], ids=str)
+def test_an_algorithm_that_a_table_names_is_taken_where_it_is_offered(library, monkeypatch, named, place):
+    monkeypatch.setattr(gemm, "_measured", lambda kind: named)
+    a, b, bias = (array(numpy.random.default_rng(0).standard_normal(shape)) for shape in ((4, 6), (6, 5), (5,)))
+    numpy.testing.assert_allclose(gemm.multiply(a, b, bias), a @ b + bias)
+    if library is not None:
+        assert library.algorithms == ([] if library.refuses else [place])
+
+
+def test_products_by_every_algorithm_that_is_offered(library):
+    if library is None:
+        pytest.skip("cuBLAS's own gemmEx has no choice of algorithms")
+    a, b, bias = (array(numpy.random.default_rng(0).standard_normal(shape)) for shape in ((4, 6), (6, 5), (5,)))
+    y = array(numpy.empty((4, 5)))
+    kind, pointers = gemm.described("BIAS", a, b, y, bias)
+    products = gemm.offered(kind, pointers[-1])
+    assert [*products] == ([] if library.refuses else [(0, 5), (1, 5), (2, 5)])
+    for product in products.values():
+        y[...] = numpy.nan
+        assert product.run(*pointers)
+        numpy.testing.assert_allclose(y, a @ b + bias)
+    assert library.algorithms == [*range(len(products))]
+
+
+PLAIN = gemm.Kind(512, 2304, 768, "bfloat16", False, gemm.Operand(False, 768), gemm.Operand(True, 768), "BIAS", 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "measured"),
+    [
+        (PLAIN, True),
+        (PLAIN._replace(rows=600, dtype="float16", epilogue="DEFAULT"), True),
+        (PLAIN._replace(rows=700), False),
+        (PLAIN._replace(cols=2305), False),
+        (PLAIN._replace(dtype="float32"), False),
+        (PLAIN._replace(dtype="float8_e4m3fn", out="bfloat16"), False),
+        (PLAIN._replace(b=gemm.Operand(False, 2304)), False),
+        (PLAIN._replace(a=gemm.Operand(True, 512)), False),
+    ],
+)
+def test_a_table_is_for_products_in_16_bits_like_those_measured(monkeypatch, kind, measured):
+    table = tables.Table(90, H100.bandwidth / H100.sms, {}).with_algorithm("13.1", 768, 2304, 512, (66, 5))
+    monkeypatch.setattr(tables, "tables_of", lambda device: ((None, table),))
+    monkeypatch.setattr(gemm.device, "current", lambda device_id: H100)
+    monkeypatch.setattr(gemm, "version", lambda: "13.1")
+    assert gemm._measured(kind) == ((66, 5) if measured else ())
 
 
 @pytest.mark.parametrize("layouts", [*itertools.product(LAYOUTS, LAYOUTS)], ids=str)
