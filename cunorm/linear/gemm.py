@@ -89,10 +89,12 @@ def uses_tf32() -> bool:
 
 @cache
 def bindings() -> Any:
-    """Return nvmath-python's module of cuBLASLt, None where it is not installed."""
+    """Return nvmath-python's module of cuBLASLt, None where it is not installed or finds no library."""
     try:
-        return import_module("nvmath.bindings.cublasLt")
-    except ImportError as error:
+        module = import_module("nvmath.bindings.cublasLt")
+        module.get_version()  # loads the library
+        return module
+    except (ImportError, RuntimeError) as error:
         logs.fell_back("layer_norm_linear", "products are CuPy's gemmEx, and the bias is added beside them", str(error))
         return None
 
@@ -112,7 +114,7 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bia
     if bindings() is None or 0 in (*a.shape, *b.shape):
         return False
     kind, pointers = described(epilogue, a, b, out, bias)
-    return _of_thread.prepared(kind).run(*pointers)
+    return of_thread.prepared(kind).run(*pointers)
 
 
 def described(
@@ -146,7 +148,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
     dtypes = ("float8_e4m3fn", False)
     kind = Kind(rows, cols, inner, *dtypes, *operands, epilogue, alignment, a.data.device_id, out.dtype.name)
     left, right, to, left_scales, right_scales, added = pointers
-    if not _of_thread.prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
+    if not of_thread.prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
         raise RuntimeError(
             f"layer_norm_linear: fp8='row': this cuBLASLt has no product of ({rows}, {inner}) and ({cols}, {inner}) in "
             "8 bits with scales by row on this GPU; it needs CUDA 12.9 or later and compute capability 9.0 or later. "
@@ -303,22 +305,31 @@ class Prepared:
 
     def _choose(self) -> Any:
         """Return the algorithm that was measured to be the fastest, else the first guess; None if there is none."""
-        measured = _measured(self.kind)
-        offered = self.guesses(GUESSES if measured else 1)
-        named = [guess for guess in offered if measured and configuration(guess) == measured]
+        algorithm = measured(self.kind)
+        offered = self.guesses(GUESSES if algorithm else 1)
+        named = [guess for guess in offered if algorithm and configuration(guess) == algorithm]
         return next(iter(named + offered), None)
 
     def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
         """Run on CuPy's current stream, and return whether cuBLASLt could."""
+        if not self.is_there(bias, scales):
+            return False
+        workspace = cupy.cuda.alloc(self.workspace)
+        self.launch(a, b, out, workspace.ptr, cupy.cuda.get_current_stream().ptr)
+        return True
+
+    def is_there(self, bias: int, scales: tuple[int, int] | None = None) -> bool:
+        """Say what the product adds and multiplies with, and return whether cuBLASLt has it."""
         if scales is not None:
             self._describe("B_SCALE_POINTER", scales[0])
             self._describe("A_SCALE_POINTER", scales[1])
         self.with_bias(bias)
         if self.algorithm is None:
             self.use(self._choose())
-        if not self.algorithm:
-            return False
-        workspace = cupy.cuda.alloc(self.workspace)
+        return bool(self.algorithm)
+
+    def launch(self, a: int, b: int, out: int, workspace: int, stream: int) -> None:
+        """Run a product that is there, with `self.workspace` bytes at `workspace`."""
         bindings().matmul(
             _handle(self.kind.device_id),
             self.descriptor,
@@ -333,11 +344,10 @@ class Prepared:
             out,
             self.out,
             self.algorithm.ptr,  # an algorithm is the first thing in a result
-            workspace.ptr,
+            workspace,
             self.workspace,
-            cupy.cuda.get_current_stream().ptr,
+            stream,
         )
-        return True
 
 
 def configuration(guess: Any) -> tables.Algorithm:
@@ -352,7 +362,7 @@ def configuration(guess: Any) -> tables.Algorithm:
     return tuple(values)
 
 
-def _measured(kind: Kind) -> tables.Algorithm:
+def measured(kind: Kind) -> tables.Algorithm:
     """Return the algorithm that a table names for a product z weightᵀ in 16 bits; empty if none does."""
     if kind.out or kind.dtype not in ("float16", "bfloat16") or kind.a.transposed or not kind.b.transposed:
         return ()
@@ -382,7 +392,7 @@ class _OfThread(threading.local):
         self.prepared = lru_cache(maxsize=KINDS)(Prepared)
 
 
-_of_thread = _OfThread()
+of_thread = _OfThread()
 
 
 @cache

@@ -208,7 +208,7 @@ def library(request, monkeypatch):
     monkeypatch.setattr(gemm, "import_module", imported.get)
     monkeypatch.setattr(gemm, "uses_tf32", lambda: False)
     monkeypatch.setattr(gemm, "_cublas", Cublas)
-    monkeypatch.setattr(gemm, "_of_thread", gemm._OfThread())
+    monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
     gemm._handle.cache_clear()
     yield lt
     gemm._handle.cache_clear()
@@ -231,7 +231,7 @@ LAYOUTS = ("rows", "transposed", "wider", "backwards")
 
 @pytest.mark.parametrize(("named", "place"), [((), 0), ((0, 5), 0), ((2, 5), 2), ((2, 4), 0), ((7, 5), 0)], ids=str)
 def test_an_algorithm_that_a_table_names_is_taken_where_it_is_offered(library, monkeypatch, named, place):
-    monkeypatch.setattr(gemm, "_measured", lambda kind: named)
+    monkeypatch.setattr(gemm, "measured", lambda kind: named)
     a, b, bias = (array(numpy.random.default_rng(0).standard_normal(shape)) for shape in ((4, 6), (6, 5), (5,)))
     numpy.testing.assert_allclose(gemm.multiply(a, b, bias), a @ b + bias)
     if library is not None:
@@ -274,7 +274,7 @@ def test_a_table_is_for_products_in_16_bits_like_those_measured(monkeypatch, kin
     monkeypatch.setattr(tables, "tables_of", lambda device: ((None, table),))
     monkeypatch.setattr(gemm.device, "current", lambda device_id: H100)
     monkeypatch.setattr(gemm, "version", lambda: "13.1")
-    assert gemm._measured(kind) == ((66, 5) if measured else ())
+    assert gemm.measured(kind) == ((66, 5) if measured else ())
 
 
 @pytest.mark.parametrize("layouts", [*itertools.product(LAYOUTS, LAYOUTS)], ids=str)
@@ -342,10 +342,10 @@ def test_descriptors_are_destroyed_when_their_kind_is_dropped(library, monkeypat
     if library is None:
         pytest.skip("there is no cuBLASLt")
     monkeypatch.setattr(gemm, "KINDS", 8)
-    monkeypatch.setattr(gemm, "_of_thread", gemm._OfThread())
+    monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
     multiply_many([*range(1, 101), *range(1, 101)])
     assert library.living() == 8 * OF_A_KIND
-    gemm._of_thread.prepared.cache_clear()
+    gemm.of_thread.prepared.cache_clear()
     assert library.living() == 0
 
 

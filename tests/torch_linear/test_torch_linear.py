@@ -22,6 +22,7 @@ from cunorm.plan import backward as backward_rule  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import wide  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
+from cunorm.torch.norm import repeats  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
 
@@ -165,6 +166,37 @@ def test_what_is_kept_for_the_backward_pass(device, keep):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer_norm_linear(*inputs, keep_normalized=keep)
     assert sum(t.shape == inputs[0].shape for t in kept) == 1 + keep  # x, and z
+
+
+@pytest.mark.gpu
+@keeping
+@pytest.mark.parametrize("op", OPS)
+def test_a_large_product_is_by_the_algorithm_that_a_table_names(keep, op, monkeypatch):
+    from cunorm.linear import gemm
+
+    if gemm.bindings() is None:
+        pytest.skip("there is no cuBLASLt")
+    call = linear_reference.inputs(op, 4096, 1024, 3072, "bfloat16")
+    inputs = tensors(call, "cuda")
+    kind = wide._kind(4096, 3072, 1024, torch.bfloat16, "BIAS", 256, 0)
+    *_, last = gemm.offered(kind, inputs[2].data_ptr())
+    launched, launch = [], gemm.Prepared.launch
+
+    def recorded(product, *arguments):
+        launched.append(gemm.configuration(product.algorithm))
+        launch(product, *arguments)
+
+    monkeypatch.setattr(gemm, "measured", lambda kind: last)
+    monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
+    monkeypatch.setattr(gemm.Prepared, "launch", recorded)
+    monkeypatch.setattr(wide, "_has_algorithm", lambda *_: True)
+    repeats._calls.clear()
+    y = run(call, inputs, keep)
+    check_forward(call, array(y))
+    check_backward(call, [array(g) for g in grad(y, inputs, tensor(call.dy).cuda())])
+    with torch.no_grad():
+        check_forward(call, array(run(call, inputs, keep)))
+    assert launched == [last, last]
 
 
 @pytest.mark.gpu

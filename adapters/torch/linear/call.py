@@ -39,7 +39,7 @@ from .float8_arithmetic import cast_rows
 from .one_launch import of_inputs
 from .parallel import ALONE, Ranks, takes_part
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
-from .wide import WIDE
+from .wide import WIDE, has_algorithm
 
 
 class Layer(NamedTuple):
@@ -322,6 +322,8 @@ def _compiled_call(step: Step, recipe: launching.Forward, inputs: Inputs) -> nod
     `recipe` is the norm's.
     """
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
+        return None
+    if has_algorithm(inputs[0], inputs[1]):  # C++ has torch's products alone
         return None
     x, weight, bias, ln_weight, ln_bias = inputs
     ln_bias_dtype = None if ln_bias is None else ln_bias.dtype
