@@ -145,11 +145,8 @@ class Table:
         return replace(self, products={**self.products, cols: {**by_outs, outs: by_rows}})
 
     def algorithm(self, cublas: str, cols: int, outs: int, rows: int) -> Algorithm | None:
-        """Return the algorithm of the nearest number of rows that was measured, up to REACH times more or fewer."""
-        by_rows = self.algorithms.get(cublas, {}).get(cols, {}).get(outs, {})
-        apart = {measured: max(measured / rows, rows / measured) for measured in by_rows}
-        nearest = min(apart, key=apart.__getitem__, default=None)
-        return None if nearest is None or apart[nearest] > REACH else by_rows[nearest]
+        """Return the algorithm of so many rows; None if they were not measured. Nearby rows have others."""
+        return self.algorithms.get(cublas, {}).get(cols, {}).get(outs, {}).get(rows)
 
     def with_algorithm(self, cublas: str, cols: int, outs: int, rows: int, algorithm: Algorithm) -> Table:
         """Return the table with one more product measured."""

@@ -314,8 +314,9 @@ def test_an_algorithm_of_cublas_is_kept_where_it_was_faster(folder, monkeypatch)
     (path,) = folder.glob("*.json")
     assert tables.read(path).products == {768: {2304: {32: 0}}}
     assert tables.read(path).algorithms == {"13.1": {768: {2304: {32: (66, 7, 1), 512: (66, 7, 1)}}}}
-    assert tables.algorithm(H100, "13.1", 768, 2304, 600) == (66, 7, 1)
-    assert tables.algorithm(H100, "13.2", 768, 2304, 600) == ()
+    assert tables.algorithm(H100, "13.1", 768, 2304, 512) == (66, 7, 1)
+    assert tables.algorithm(H100, "13.1", 768, 2304, 513) == ()
+    assert tables.algorithm(H100, "13.2", 768, 2304, 512) == ()
 
 
 ONE, OTHER = (66, 7, 1), (66, 8, 1)

@@ -215,11 +215,11 @@ def test_cublaslt_is_asked_once_for_a_kind_of_product():
     call = on(cupy, linear_reference.inputs("layer_norm", 32, 64, 48, "float16"))
     y, mean, rstd = forward(call)
     backward(call, mean, rstd)
-    asked = gemm._of_thread.prepared.cache_info().misses
+    asked = gemm.of_thread.prepared.cache_info().misses
     for _ in range(3):
         assert same_bits(forward(call)[0], y)
         backward(call, mean, rstd)
-    assert gemm._of_thread.prepared.cache_info().misses == asked
+    assert gemm.of_thread.prepared.cache_info().misses == asked
 
 
 @pytest.mark.gpu
@@ -230,7 +230,7 @@ def test_products_go_on_while_their_descriptors_are_destroyed(monkeypatch):
     from cunorm.linear import gemm
 
     monkeypatch.setattr(gemm, "KINDS", 2)
-    monkeypatch.setattr(gemm, "_of_thread", gemm._OfThread())
+    monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
     a, b = cupy.ones((4096, 1024), "float32"), cupy.full((1024, 2048), 0.5, "float32")
     found = [gemm.multiply(a[:rows], b) for rows in range(4096 - 40, 4097)] * 2
     assert all(bool((y == 512).all()) for y in found)

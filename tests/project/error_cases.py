@@ -126,7 +126,7 @@ def gemm(call: Callable[[Any], Any], **replaced: Any) -> Any:
 def scaled_rows(bindings: Any) -> Any:
     array = SimpleNamespace(data=SimpleNamespace(ptr=0, device_id=0), shape=(16, 16), dtype=numpy.dtype("float32"))
     never = SimpleNamespace(prepared=lambda kind: SimpleNamespace(run=lambda *_: False))
-    replaced = {"bindings": lambda: bindings, "_of_thread": never}
+    replaced = {"bindings": lambda: bindings, "of_thread": never}
     return gemm(lambda module: module._scaled_rows(array, array, array, (array, array), None), **replaced)
 
 
