@@ -26,7 +26,7 @@ POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of t
 
 @functools.cache
 def gpu() -> tuple[str, str]:
-    """(name of the GPU, why there is none): one of them is empty."""
+    """Return (name of the GPU, why there is none), of which one is empty."""
     try:
         import cupy
     except ImportError as error:
@@ -41,10 +41,13 @@ def gpu() -> tuple[str, str]:
     return (name if count == 1 else f"{count} x {name}"), ""
 
 
-def keep_programs_of_jax() -> None:
-    """XLA's programs for the CPU stay from run to run, as the stand-in's do: compiling them is two thirds of the time
-    of JAX's tests. Each worker has a folder of its own, because JAX does not write a file at once.
+def compile_less_for_jax() -> None:
+    """Let XLA's programs for the CPU stay from run to run, as the stand-in's do, and leave them unoptimised.
+
+    Compiling them is two thirds of the time of JAX's tests, and half of that is LLVM's optimisation. Each worker has a
+    folder of its own, because JAX does not write a file at once.
     """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests" / f"jax-{worker}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ def keep_programs_of_jax() -> None:
 
 
 if gpu()[1]:  # before a test imports JAX
-    keep_programs_of_jax()
+    compile_less_for_jax()
 
 
 def pytest_report_header(config):
@@ -84,7 +87,7 @@ def is_long_on_the_host(item) -> bool:
 
 
 def mark_quick(items) -> None:
-    """The first case of each test that can run here: a slice of every subject, also of one that is added tomorrow."""
+    """Mark the first case of each test that can run here: a slice of every subject, also of one added tomorrow."""
     seen = set()
     for item in items:
         test = (item.path, item.originalname)
@@ -124,7 +127,7 @@ def xp(request):
 
 @pytest.fixture
 def one_thread():
-    """Of torch: small products are slower on several, and other tests run beside."""
+    """Let torch compute on one thread: small products are slower on several, and other tests run beside this one."""
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -134,7 +137,7 @@ def one_thread():
 
 @pytest.fixture
 def lines(caplog):
-    """What the logger says from now on, a call at a time; nothing of it above INFO."""
+    """A function that returns what the logger has said since it was last called, nothing of it above INFO."""
     caplog.set_level(logging.DEBUG, "cunorm")
 
     def said() -> list[str]:
@@ -149,7 +152,7 @@ def lines(caplog):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """What torch launches of fused operations is run on the stand-in for a GPU, and kept."""
+    """Run on the stand-in for a GPU what torch launches of fused operations, and keep what was launched."""
     import torch_stand_in
 
     return torch_stand_in.play(monkeypatch)

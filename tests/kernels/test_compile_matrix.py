@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations, product
 
 import pytest
 from nvrtc import needs_nvrtc
@@ -17,35 +20,97 @@ from cunorm.linear import float8_plan
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
-from cunorm.plan.problem import ITEMSIZE
+from cunorm.plan.problem import ITEMSIZE, Problem
 from cunorm.plan.resources import launch_shared, shared_memory
 from cunorm.plan.shapes import Tier, cluster_backward
+from cunorm.plan.spec import KernelSpec
 
-WHOLE = 90  # the architecture of which every kind of kernel is compiled
-SLICES = 24  # of them, for pytest-xdist
+MAIN = 90  # the architecture on which options of kernels are compiled too
+PARTS = 8  # of the longest lists, for pytest-xdist
+GENERATIONS = ((75,), (80, 86, 89), (100, 120))  # the other architectures; those of one generation share the work
 
-# What a kernel's options do to its registers one architecture shows; ptxas is another compiler for each architecture,
-# and what it makes of a tier shows in one kernel of the tier. `python -m cunorm compile --all` compiles the rest.
-COMPILED = [
-    *(pytest.param(WHOLE, part, id=f"sm_{WHOLE}-{part}") for part in range(SLICES)),
-    *(pytest.param(arch, None, id=f"sm_{arch}") for arch in KNOWN if arch != WHOLE),
-]
+
+def covering(
+    problems: Iterable[Problem], devices: Iterable[Device], factors: Callable[[Problem], dict[str, Hashable]]
+) -> list[KernelSpec]:
+    """Kernels that show every value of every factor with each kernel family, tier, and CTA or cluster.
+
+    `python -m cunorm compile --all` compiles all combinations. The first kernel that has a value is taken, and problems
+    begin with those of a tier's longest row, which needs the most registers.
+    """
+    shown: set[tuple] = set()
+    kernels = []
+    for device, problem in product(devices, problems):
+        tier = tier_of(problem, device)
+        for step in plan(problem, device).steps:
+            spec = step.spec
+            kind = (spec.kernel, problem.direction, tier and tier[0], spec.cluster > 1)
+            values = {(kind, *factor) for factor in factors(problem).items()}
+            if not values <= shown:
+                shown |= values
+                kernels.append(spec)
+    return list(dict.fromkeys(kernels))
+
+
+def factors_of_a_norm(problem: Problem) -> dict[str, Hashable]:
+    """The dtype of every array, the norm with each dtype of x, which arrays there are, alignment, zero-centring."""
+    dtypes = {operand.name: operand.dtype for operand in problem.operands}
+    return {
+        **dtypes,
+        "norm": (problem.operation.norm, problem.row_dtype),
+        "absent": tuple(name for name in ("weight", "bias") if name not in dtypes),
+        "wanted": problem.wanted,
+        "aligned": problem.aligned,
+        "zero-centred": problem.is_zero_centred,
+    }
+
+
+def factors_of_a_fusion(problem: Problem) -> dict[str, Hashable]:
+    """The operation, the dtype, and what shares a scale of FP8 output."""
+    scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
+    return {"operation": problem.operation, "dtype": problem.row_dtype, "scales": scales}
+
+
+@functools.cache
+def problems_of(arch: int) -> list[Problem]:
+    return matrix.covering(KNOWN[arch])
+
+
+@functools.cache
+def kernels_of_norms() -> list[KernelSpec]:
+    return covering(problems_of(MAIN), known(MAIN), factors_of_a_norm)
 
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize(("arch", "part"), COMPILED)
-def test_no_kernel_spills(arch, part):
-    device = KNOWN[arch]
-    problems = matrix.covering(device)
-    if part is None:
-        specs = matrix.once_each(problems, device)
-    else:
-        of_each = (matrix.kernels_of(problems, one) for one in known(arch))
-        specs = list(dict.fromkeys(chain.from_iterable(of_each)))[part::SLICES]
-    assert specs
-    faults = faults_of(specs, arch)
-    assert not faults, f"{len(faults)} of {len(specs)} kernels on sm_{arch}:\n" + "\n".join(faults)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_kernel_spills(part):
+    assert_none_spills(kernels_of_norms()[part::PARTS], MAIN)
+
+
+# What a kernel's options do to its registers one architecture shows; ptxas is another compiler for each architecture,
+# and what it makes of a tier shows in one kernel of the tier for each size of x.
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("arch", [arch for generation in GENERATIONS for arch in generation])
+def test_no_kernel_spills_on_other_architectures(arch):
+    assert_none_spills(shared_out(next(generation for generation in GENERATIONS if arch in generation))[arch], arch)
+
+
+def shared_out(generation: tuple[int, ...]) -> dict[int, list[KernelSpec]]:
+    """One kernel of each tier and size of x, each on one of the architectures that have it, in turn."""
+    archs_of = defaultdict(list)
+    for arch in generation:
+        for spec in matrix.once_each(problems_of(arch), KNOWN[arch]):
+            archs_of[spec].append(arch)
+    shares = defaultdict(list)
+    for number, (spec, archs) in enumerate(archs_of.items()):
+        shares[archs[number % len(archs)]].append(spec)
+    return shares
+
+
+def test_every_architecture_is_compiled():
+    assert {MAIN}.union(*GENERATIONS) == set(KNOWN)
 
 
 @pytest.mark.slow
@@ -53,43 +118,46 @@ def test_no_kernel_spills(arch, part):
 @pytest.mark.parametrize("arch", KNOWN)
 def test_no_cast_spills(arch):
     """What makes operands in 8 bits: a third of it for one architecture, every twentieth for the others."""
-    device = KNOWN[arch]
-    specs = float8_plan.kernels_of(matrix.casts(device))[:: 3 if arch == WHOLE else 20]
+    specs = float8_plan.kernels_of(matrix.casts(KNOWN[arch]))[:: 3 if arch == MAIN else 20]
     for spec in specs:
-        assert (spec.threads % 32, spec.dynamic_shared + spec.shared_memory <= device.shared) == (0, True)
-    assert not faults_of(specs, arch)
+        assert (spec.threads % 32, spec.dynamic_shared + spec.shared_memory <= KNOWN[arch].shared) == (0, True)
+    assert_none_spills(specs, arch)
+
+
+@functools.cache
+def kernels_of_named_fusions(arch: int) -> list[KernelSpec]:
+    problems = [problem for problem in matrix.named_fusions() if not refused(problem, KNOWN[arch])]
+    return covering(problems, [KNOWN[arch]], factors_of_a_fusion)
 
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("arch", [80, 90])
 def test_no_kernel_of_a_named_fusion_spills(arch, part):
-    problems = [problem for problem in matrix.named_fusions() if not refused(problem, KNOWN[arch])]
-    assert not faults_of(matrix.kernels_of(problems, KNOWN[arch])[part::8], arch)
+    assert_none_spills(kernels_of_named_fusions(arch)[part::PARTS], arch)
 
 
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [80, 90])
 def test_no_kernel_that_takes_numbers_of_rows_spills(arch):
-    assert not faults_of(matrix.kernels_of(matrix.numbers_of_rows(), KNOWN[arch]), arch)
+    assert_none_spills(covering(matrix.numbers_of_rows(), [KNOWN[arch]], factors_of_a_fusion), arch)
 
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_no_kernel_of_a_fusion_in_8_bits_spills(arch, part):
-    specs = matrix.kernels_of(matrix.fused_float8(), KNOWN[arch])
-    assert not faults_of(specs[part :: 4 if arch == WHOLE else 12], arch)
+def test_no_kernel_of_a_fusion_in_8_bits_spills(arch):
+    assert_none_spills(covering(matrix.fused_float8(), [KNOWN[arch]], factors_of_a_fusion), arch)
 
 
-def faults_of(specs, arch):
+def assert_none_spills(specs: list[KernelSpec], arch: int) -> None:
+    assert specs
     with compiler(keep=False) as compile_one:
-        return [
-            f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault
-        ]
+        compiled = compile_all([(spec, arch) for spec in specs], compile_one)
+        faults = [f"{kernel.spec} {kernel.fault}" for kernel in compiled if kernel.fault]
+    assert not faults, f"{len(faults)} of {len(specs)} kernels on sm_{arch}:\n" + "\n".join(faults)
 
 
 @pytest.mark.slow
@@ -97,7 +165,7 @@ def faults_of(specs, arch):
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_reaches_every_tier(direction, arch):
     """Also one that is added tomorrow; clusters only where there are any."""
-    device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
+    device, problems = KNOWN[arch], problems_of(arch)
     chosen = {tier_of(problem, device) for problem in problems if problem.direction == direction}
     assert {choice and choice[0] for choice in chosen} == reachable(direction, device)
     for dtype in ITEMSIZE:
@@ -117,7 +185,7 @@ def test_the_set_reaches_every_tier(direction, arch):
 @pytest.mark.parametrize("arch", KNOWN)
 def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
     device = KNOWN[arch]
-    for problem in matrix.covering(device):
+    for problem in problems_of(arch):
         for step in plan(replace(problem, rows=rows), device).steps:
             assert step.spec.threads % 32 == 0
             assert step.spec.threads <= 1024
@@ -126,20 +194,22 @@ def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
 
 
 def reachable(direction: str, device: Device) -> set[Tier | None]:
-    """What rows of many lengths find, whatever is beside x: shared memory and architecture rule tiers out."""
-    lengths = {int(1.02**power) for power in range(1, 720)} | {tier.most * 4 for tier in matrix.TABLES[direction]}
+    """What the longest rows of each tier, one column more, and powers of two find, whatever is beside x.
+
+    Shared memory and architecture rule tiers out.
+    """
     dtypes = [*product(("float32", "float64"), ITEMSIZE, (None, "float16")), ("bfloat16", "bfloat16", None)]
-    problems = [
-        whole(op, direction, matrix.ROWS, cols, *of_arrays)
-        for op, of_arrays in product(matrix.OPS, dtypes)
-        for cols in lengths
-    ]
+    problems = []
+    for op, (x, weight, y) in product(matrix.OPS, dtypes):
+        lengths = {tier.most * 16 // ITEMSIZE[x] for tier in matrix.TABLES[direction]} | {2**n for n in range(21)}
+        for cols, more in product(lengths, (0, 1)):
+            problems.append(whole(op, direction, matrix.ROWS, cols + more, x, weight, y))
     return {choice and choice[0] for choice in (tier_of(problem, device) for problem in problems)}
 
 
 @pytest.mark.parametrize("arch", KNOWN)
 def test_once_each_reaches_every_kernel_of_every_tier(arch):
-    device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
+    device, problems = KNOWN[arch], problems_of(arch)
     few, all_of_them = matrix.once_each(problems, device), matrix.kernels_of(problems, device)
     assert len(few) < len(all_of_them) / 10
 
@@ -163,7 +233,7 @@ def test_the_set_holds_every_pair_of_values(direction):
 
 @pytest.mark.slow
 def test_the_set_holds_the_problems_that_are_common():
-    problems = set(matrix.covering(KNOWN[90]))
+    problems = set(problems_of(90))
     for direction in matrix.TABLES:
         for op in matrix.OPS:
             for dtype in ITEMSIZE:
