@@ -162,7 +162,7 @@ def normalised_columns(
     """
     if not x.is_cuda:
         z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
-        multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
+        multiplier, scale = scaling(bound(operation, x, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
         return rounded(_padded(z * multiplier), NAMES[dtype]), scale
     index = x.get_device()
     if index != gpu.current_device():

@@ -214,7 +214,7 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     present = {"x": x, "weight": weight, "bias": bias}
     rows = {name: functional.as_rows(tensor, len(shape)) for name, tensor in present.items() if tensor is not None}
-    results = float8.of_plain_norm(operation, rows, eps, sm_margin, float8.Scaling(store, scale))
+    results = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
     scales = results["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
     y8 = results["y8"].reshape(x.shape)
