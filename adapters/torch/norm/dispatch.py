@@ -80,7 +80,7 @@ def run(
     if "torch.distributed.tensor" in sys.modules:  # else no tensor can be a DTensor
         from . import sharding
 
-        if sharding.is_sharded(tensors):
+        if isinstance(tensors[0], sharding.DTensor):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     if not call.affine:  # functional.py has checked plain norms
         layouts = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import logs
 from ...call import broadcasting
 from ...call.backend import CallOptions
-from ...call.checks import Layout
+from ...call.checks import Layout, row_strides
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
 from ...operation import NORMS
@@ -48,7 +48,6 @@ def forward(
     numbers: Sequence[float],
     eps: float,
     wants_statistics: bool,
-    *,
     sm_margin: int,
 ) -> tuple[list[Tensor], Tensor | None, Family]:
     """Return (results in the order of `returns`, statistics as formulas.py has them, the Family for `backward`).
@@ -85,7 +84,9 @@ def forward_by(
     if out is not None:
         together |= out.data_ptr()
     plan, copies, memory, written, statistics_memory, rstd_offset, order, family, sm_margin, aligned, temporary = recipe
-    if (together & 15 or not aligned) and _aligned(family.call, tensors, pointers, out) is not aligned:
+    if (together & 15 or not aligned) and aligned is not gpu.aligned(
+        family.call.names, pointers, tensors, tensors[0].shape, out
+    ):
         recipe = recipe_of(family.call, tensors, sm_margin, out)
         return forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
     if out is None or temporary:
@@ -119,17 +120,10 @@ def forward_by(
     return results, statistics
 
 
-def _aligned(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], out: Tensor | None) -> bool:
-    """Say whether all that a forward pass reads or writes by vectors begins at multiples of 16 bytes."""
-    count, shape = len(call.names), tensors[0].shape
-    return (out is None or not out.data_ptr() & 15) and gpu.aligned(
-        call.names, pointers[:count], tensors[:count], shape
-    )
-
-
 def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor | None = None) -> Forward:
     """Return the recipe of a forward pass, from the cache or from that of another number of rows if there is one."""
-    aligned = _aligned(call, tensors, [tensor.data_ptr() for tensor in tensors], out)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = gpu.aligned(call.names, pointers, tensors, tensors[0].shape, out)
     out_strides = None if out is None else out.stride()
     tensor_layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in tensors]
     key = (aligned, sm_margin, out_strides, *tensor_layouts)
@@ -154,7 +148,7 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
     """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
     if recipe.plan is None:
         return recipe._replace(temporary=True)
-    strides = gpu.row_strides_of(target)
+    strides = row_strides(Layout(tuple(target.shape), target.stride(), "", ""), 1)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
         return recipe._replace(temporary=True)
@@ -298,7 +292,9 @@ def backward_by(
     if dx_out is not None:
         together |= dx_out.data_ptr()
     plan, copies, memory, written, wanted, places, sums, zeros, rstd_offset, order, family, aligned, temporary = recipe
-    if (together & 15 or not aligned) and _aligned_backward(family, names, tensors, pointers, dx_out) is not aligned:
+    if (together & 15 or not aligned) and aligned is not gpu.aligned(
+        ("dy", "ds", *names), pointers, tensors, family.layouts["x"].shape, dx_out
+    ):
         recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
         return backward_by(recipe, saved, dy, ds, in_place, dx_out)
     into = dx_out if not temporary else None
@@ -353,17 +349,6 @@ def takes_dx(dy: Tensor | None, recipe: Backward) -> bool:
     return (dy.shape, dy.stride(), dy.dtype) == memory["dx"]
 
 
-def _aligned_backward(family: Family, names, tensors, pointers, dx_out: Tensor | None) -> bool:
-    """Say whether all that a backward pass reads or writes by vectors begins at multiples of 16 bytes.
-
-    `tensors` are dy, ds and those of `names`.
-    """
-    shape = family.layouts["x"].shape
-    return (dx_out is None or not dx_out.data_ptr() & 15) and gpu.aligned(
-        ("dy", "ds", *names), pointers, tensors, shape
-    )
-
-
 def backward_recipe_of(
     family: Family,
     saved: Saved,
@@ -375,7 +360,7 @@ def backward_recipe_of(
     """Return the recipe of a backward pass, from the cache or from that of another number of rows if there is one."""
     names, tensors = ("dy", "ds", *saved.names), (dy, ds, *saved.tensors)
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    aligned = _aligned_backward(family, saved.names, tensors, pointers, dx_out)
+    aligned = gpu.aligned(names, pointers, tensors, family.layouts["x"].shape, dx_out)
     dx_out_strides = None if dx_out is None else dx_out.stride()
     key = (
         wanted,

@@ -81,7 +81,7 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
             return _apply(calls, eps, *tensors)
         if _is_one_launch(tensors[0], calls.first.dtype):
             margin = calls.at_once.sm_margins[2]
-            (y, s), _, _ = launching.forward(calls.at_once, tensors, (), eps, False, sm_margin=margin)
+            (y, s), _, _ = launching.forward(calls.at_once, tensors, (), eps, False, margin)
             return y, s
     (s,), _ = dispatch.run(calls.first, tensors[:count], (), eps, False)
     (y,), _ = dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
@@ -102,13 +102,13 @@ class _NormAddNorm(torch.autograd.Function):
         first_tensors, then_operands = tensors[:count], tensors[count:]
         margin = calls.at_once.sm_margins[0]
         if _is_one_launch(first_tensors[0], calls.first.dtype):
-            (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, sm_margin=margin)
+            (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, margin)
             x_statistics, s_statistics = statistics.split(1)
             first, then = _family(calls.first, first_tensors), _family(calls.then, (s, *then_operands))
         else:
-            (s,), x_statistics, first = launching.forward(calls.first, first_tensors, (), eps, True, sm_margin=margin)
+            (s,), x_statistics, first = launching.forward(calls.first, first_tensors, (), eps, True, margin)
             then_tensors = (s, *then_operands)
-            (y,), s_statistics, then = launching.forward(calls.then, then_tensors, (), eps, True, sm_margin=margin)
+            (y,), s_statistics, then = launching.forward(calls.then, then_tensors, (), eps, True, margin)
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))

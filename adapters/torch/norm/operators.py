@@ -181,7 +181,7 @@ def _forward_cuda(x, operands, *arguments):
         options.numbers,
         options.eps,
         options.wants_statistics,
-        sm_margin=options.sm_margin,
+        options.sm_margin,
     )
     return _three(x, options, dict(zip(call.operation.returns, results, strict=True)), statistics)
 
@@ -278,16 +278,9 @@ def backward_by_torch(
     # torch's kernel computes x * rstd - mean * rstd, which loses all digits if |mean| is much larger than the standard
     # deviation; so the mean is subtracted first.
     names = ("x", "weight", "bias")
-    gradients = torch.ops.aten.native_layer_norm_backward.default(
-        dy.to(compute),
-        x.to(compute) - mean,
-        shape,
-        torch.zeros_like(mean),
-        rstd,
-        gamma,
-        gamma,
-        [name in wanted for name in names],
-    )
+    mask, centred, zeros = [name in wanted for name in names], x.to(compute) - mean, torch.zeros_like(mean)
+    backward = torch.ops.aten.native_layer_norm_backward.default
+    gradients = backward(dy.to(compute), centred, shape, zeros, rstd, gamma, gamma, mask)
     return {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in wanted}
 
 

@@ -17,11 +17,6 @@ from torch.distributed.tensor.placement_types import Placement
 from ...operation import SEED
 
 
-def is_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Say whether x, the first of the tensors, is a DTensor."""
-    return isinstance(tensors[0], DTensor)
-
-
 def run(
     run_local: Callable[..., Any],
     call: Any,
