@@ -34,7 +34,7 @@ from ...linear.float8_plan import (
 )
 from ...linear.float8_spec import padded
 from ...operation import NAMED
-from ...plan.problem import FLOAT8, ITEMSIZE
+from ...plan.problem import E4M3, FLOAT8, ITEMSIZE
 from ..norm import checks, formulas, gpu, repeats
 from ..norm.float8 import bound, power_of_2, rounded, scaling
 from ..private import scaled_mm
@@ -150,7 +150,6 @@ def normalised_columns(
     ln_weight: Tensor | None,
     ln_bias: Tensor | None,
     operation: str,
-    dtype: str = "e4m3",
     *,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -162,24 +161,23 @@ def normalised_columns(
     """
     if not x.is_cuda:
         z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
-        multiplier, scale = scaling(bound(operation, x, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
-        return rounded(_padded(z * multiplier), NAMES[dtype]), scale
+        multiplier, scale = scaling(bound(operation, x, ln_weight, ln_bias), E4M3, power_2_scale)
+        return rounded(_padded(z * multiplier), E4M3), scale
     index = x.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
-            arguments = (x, statistics, ln_weight, ln_bias, operation, dtype)
-            return normalised_columns(*arguments, power_2_scale=power_2_scale)
+            return normalised_columns(x, statistics, ln_weight, ln_bias, operation, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
     gamma, beta = (None if parameter is None else parameter.contiguous() for parameter in (ln_weight, ln_bias))
-    bytes, scales = _operand(cols, padded(rows), dtype)
+    bytes, scales = _operand(cols, padded(rows), "e4m3")
     if cols == 0:
         return bytes, scales
     pointer = x.data_ptr()
     parameter_pointers = [parameter.data_ptr() for parameter in (gamma, beta) if parameter is not None]
     affine_aligned = functools.reduce(operator.or_, parameter_pointers, 0) & 15 == 0
     dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
-    key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
+    key = (x.shape, x.stride(0), dtypes, index, operation, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
         named = {name: parameter for name, parameter in (("weight", gamma), ("bias", beta)) if parameter is not None}
@@ -187,7 +185,7 @@ def normalised_columns(
             rows,
             cols,
             _name(x),
-            NAMES[dtype],
+            E4M3,
             x.stride(0),
             pointer % 16 == 0,
             power_of_2=power_2_scale,

@@ -136,7 +136,9 @@ class LayerNormLinear(WeightGradients):
     NotImplementedError
         If parallel_mode is "row", as a norm cannot be split along its row, or an option is not supported yet.
 
-    Notes ----- TransformerEngine's module differs in this: its float32 product is always TF32, this one's is if torch
+    Notes
+    -----
+    TransformerEngine's module differs in this: its float32 product is always TF32, this one's is if torch
     is set so; it keeps z; it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`,
     this one's adds to it; it takes parameters_split neither with fuse_wgrad_accumulation nor with backward_dw. Its
     `_extra_state` in a checkpoint is not read here; it loads our checkpoints with strict=False.
@@ -343,7 +345,9 @@ class LayerNormLinear(WeightGradients):
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         parallel = self._parallel if self._over_ranks else ALONE
         norm_parameters = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        weights, biases, norm_parameters = parallel.local(self._weights, self._biases, norm_parameters)
+        weights, biases = self._weights, self._biases
+        if parallel.local is not None:
+            weights, biases, norm_parameters = parallel.local(weights, biases, norm_parameters)
         bias = joined(biases) if biases else None
         inputs = (inp, joined(weights), None if self.return_bias else bias, *norm_parameters)
         returned = NOTHING

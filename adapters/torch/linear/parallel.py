@@ -22,17 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import symmetric
-from .exchange import (
-    ENABLED,
-    GATHER,
-    SUM,
-    Exchange,
-    Rows,
-    compare,
-    compares_always,
-    exchange_by_collectives,
-    group_of,
-)
+from .exchange import ENABLED, GATHER, SUM, Exchange, Rows, compare, compares_always, exchange_by_collectives, group_of
 
 
 class Limits(NamedTuple):
@@ -69,14 +59,10 @@ class Alone:
     wanted = 0
     limits = None
 
+    local: Callable[..., Any] | None = None  # as in TensorParallel
+
     def ranks(self) -> Alone:
         return self
-
-    def local(
-        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
-    ) -> tuple[Any, Any, Any]:
-        """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, norm_parameters
 
     def check_rows(self, function: str, x: Tensor) -> None:
         pass
@@ -173,16 +159,6 @@ def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = Fal
     return lambda: gathering.whole(keep)
 
 
-def takes_part(inputs: tuple[Any, ...], differentiated: bool, ranks: Ranks, sink: Any) -> tuple[Tensor | None, Any]:
-    """Return (anchor, sink) of a step of autograd.
-
-    If no tensor of this rank requires a gradient the anchor does, so that this rank runs the step for the other ranks.
-    A frozen weight has a sink if `backward_dw` is a collective.
-    """
-    anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
-    return anchor, sink if ranks.gathers or inputs[1].requires_grad else None
-
-
 # A module's place among the ranks of a tensor-parallel group, with checks of what its constructor was told.
 
 NO_GROUP = (
@@ -197,16 +173,10 @@ class TensorParallel:
     """
 
     exact = False  # ranks may want different gradients
+    local: Callable[..., Any] | None = None  # takes a module's parameters and returns this rank's tensors of them
     _agreed: Group | None = None  # the place of calls with gradients enabled
 
-    def __init__(
-        self,
-        mode: str | None,
-        size: int,
-        sequence_parallel: bool,
-        delayed: bool,
-        overlaps: dict[str, bool],
-    ):
+    def __init__(self, mode: str | None, size: int, sequence_parallel: bool, delayed: bool, overlaps: dict[str, bool]):
         self.size = size
         self.exchanges = mode == "column" and size > 1
         self.sequence = sequence_parallel and size > 1
@@ -228,12 +198,6 @@ class TensorParallel:
         self._agreed = None
         delayed, overlaps = self.options
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
-
-    def local(
-        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
-    ) -> tuple[Any, Any, Any]:
-        """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, norm_parameters
 
     def ranks(self) -> Group:
         if self._ranks is None:

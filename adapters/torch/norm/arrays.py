@@ -175,11 +175,6 @@ def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str])
     return layouts
 
 
-def mean_and_rstd(statistics: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Split what formulas.py calls statistics into mean and rstd; mean is None for rms_norm."""
-    return (statistics[0] if len(statistics) == 2 else None), statistics[-1]
-
-
 def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
     real = type(x) in functional.PLAIN and x.is_cuda and not torch.compiler.is_compiling()
     core.check_sm_margin(function, sm_margin, gpu.properties_of(function, x).sms if real else None)

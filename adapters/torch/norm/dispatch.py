@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 
 from ...call import broadcasting
-from ..private import (
-    applied,
-    in_forward_mode,
-    is_batched,
-    nothing_else_listens,
-    nothing_listens,
-    under_functorch,
-)
+from ..private import applied, in_forward_mode, is_batched, nothing_else_listens, nothing_listens, under_functorch
 from . import calls, checks, formulas, launching, nodes, norm_nodes, operators, repeats
 from .calls import Call, Family
 from .launching import Saved
