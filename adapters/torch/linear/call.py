@@ -138,10 +138,7 @@ _ALL_PRESENT = (False, False, False)  # the last three entries of a key: no tens
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
-    """Return the Call that an earlier call with tensors like these has left (norm/repeats.py); None if there is none.
-
-    `layer` has the fields of a Layer; a plain tuple takes the host less time.
-    """
+    """Return the Call that an earlier call with tensors like these has left (norm/repeats.py), or None."""
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
@@ -300,10 +297,7 @@ _apply = applied(_NormLinear)
 
 
 def _compiled_call(step: Step, recipe: launching.Forward, inputs: Inputs) -> nodes.Call | None:
-    """Describe the passes of calls of the five tensors to the C++ nodes (norm/nodes.py); None if Python alone serves.
-
-    `recipe` is the norm's.
-    """
+    """Describe the passes of calls of the five tensors to the C++ nodes (nodes.py); None if Python alone serves."""
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
     x, weight, bias, ln_weight, ln_bias = inputs

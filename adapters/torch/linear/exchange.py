@@ -43,7 +43,7 @@ class Rows:
 
     def come(self) -> Tensor:
         """Return all gathered rows, (ranks * rows, cols), while other ranks may still read those of this one."""
-        raise NotImplementedError
+        return self.whole()
 
     def whole(self, keep: bool = False) -> Tensor:
         """Return all gathered rows after the exchange has ended. With `keep` they outlast the next exchange."""
@@ -107,9 +107,6 @@ class _Gathering(Rows):
         if rank != self.exchange.rank:
             self.come()
         return self._part(rank)
-
-    def come(self) -> Tensor:
-        return self.whole()
 
     def whole(self, keep: bool = False) -> Tensor:
         if self._work is not None:

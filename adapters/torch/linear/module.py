@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ...call import checks as core
 from ...linear import problem as linear_problem
 from ...operation import name_of
+from ..norm import checks
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
 from .call import NOTHING_GIVEN, Given, known, run, run_checked
 from .float8 import Float8, WeightCache
-from .functional import margins_of
 from .parallel import ALONE, TensorParallel, size_of_given
 from .parameters import check_mode, check_overlaps, check_sizes, joined, lay_side_by_side, local_features, parts_of
 from .recipes import Recipe, recipe_of
@@ -247,7 +247,7 @@ class LayerNormLinear(WeightGradients):
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
-        margins_of("LayerNormLinear", sm_margin)
+        checks.sm_margins("LayerNormLinear", sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
         self._fp8_weights = WeightCache(self.training)
@@ -359,7 +359,7 @@ class LayerNormLinear(WeightGradients):
             name_of(self.op, self.zero_centered_gamma),
             self.eps,
             self.keep_normalized,
-            margins_of(type(self).__name__, self.sm_margin),
+            checks.sm_margins(type(self).__name__, self.sm_margin),
             returned,
             WIDE if recipe is None else Float8(recipe.scheme),
             parallel.ranks(),

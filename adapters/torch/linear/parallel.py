@@ -39,9 +39,6 @@ class Here(Rows):
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         self.own = rows
 
-    def come(self) -> Tensor:
-        return self.own
-
     def whole(self, keep: bool = False) -> Tensor:
         return self.own
 

@@ -82,30 +82,24 @@ class Products(Protocol):
 
     def begin_gathering(self) -> None:
         """Begin to gather Z of all rows."""
-        ...
 
     def dz(self, total: Rows, added: Tensor | None) -> None:
         """Begin to compute `total`, which is dy weight + added, summed over the ranks."""
-        ...
 
     def end_dz(self) -> None:
         """Prepare for the gradients of weight and bias, when dz is no longer needed."""
 
     def weight(self) -> Tensor:
         """Return dyᵀ Z, (out, in)."""
-        ...
 
     def bias(self) -> Tensor:
         """Return Σ dy, (out,)."""
-        ...
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         """Add these rows of weight's gradient to `total`, or write them where `overwrite`."""
-        ...
 
     def release(self) -> None:
         """Free Z, when the gradients of weight and bias are no longer needed either."""
-        ...
 
     def end_gathering(self) -> None:
         """Wait until the gathering of Z has ended."""

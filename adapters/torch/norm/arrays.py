@@ -101,6 +101,8 @@ def norm_backward(
 def _check_forward(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
     """Check the arguments of a forward pass and return (normalized_shape, dtype of y, eps, layouts)."""
     layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
+    if "fp8" in function:
+        check_x(function, layouts["x"])
     if dtype is not None:
         dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else core.dtype_name(function, dtype)
     options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
@@ -204,7 +206,7 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
     """Run `Backend.norm_float8`; its results are not differentiable."""
     function, _, zero_centered_gamma, _, sm_margin, store = options
     x, weight, bias = tensors = tuple(arrays)
-    shape, eps = checked_once(_check_float8, function, tensors, (*options[1:5], eps))
+    shape, _, eps, _ = checked_once(_check_forward, function, (*tensors, None), (*options[1:5], eps))
     float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     present = {"x": x, "weight": weight, "bias": bias}
@@ -214,16 +216,6 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
     scales = results["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
     y8 = results["y8"].reshape(x.shape)
     return (y8, scales, results["y"].reshape(x.shape)) if store.wide else (y8, scales)
-
-
-def _check_float8(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
-    """Check the arguments of a norm with FP8 output and return (normalized_shape, eps)."""
-    layouts = layouts_of(function, dict(zip(("x", "weight", "bias"), tensors, strict=True)), required=("x",))
-    check_x(function, layouts["x"])
-    options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
-    shape, _ = core.check_forward(options, layouts)
-    _check_sm_margin(function, sm_margin, tensors[0])
-    return shape, core.check_eps(function, eps)
 
 
 # Operations made by `cunorm.fuse`.

@@ -136,10 +136,7 @@ def _affine_call(
 
 
 class Family(NamedTuple):
-    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe.
-
-    Autograd hands the family from the forward pass to the backward pass, where a short key then finds the recipe.
-    """
+    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe."""
 
     call: Call
     layouts: dict[str, Layout]

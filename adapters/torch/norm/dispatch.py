@@ -143,10 +143,7 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
 
 
 def launchable(gradient: Tensor) -> bool:
-    """Say whether a backward pass for this gradient can be launched directly.
-
-    The gradient is a plain CUDA tensor, it is not differentiated again, and no mode or hook would be bypassed.
-    """
+    """Say whether a backward pass for this gradient can be launched directly; it is not differentiated again then."""
     return (
         type(gradient) is Tensor
         and gradient.is_cuda

@@ -105,10 +105,7 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
 
 
 def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor | None:
-    """Return the one scale for all of y: `scale` if it is given, else one with which no value of y is too large.
-
-    Return None for a store with several scales.
-    """
+    """Return the one scale for all of y, by default one with which no value is too large; None if there are several."""
     if store.granularity != "tensor":
         return None
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")

@@ -163,10 +163,7 @@ def given(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 
 def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, key=None) -> Tensor:
-    """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`.
-
-    It can be traced.
-    """
+    """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`."""
     function, (x, weight, bias) = NAMED[operation].norm, x_weight_bias
     shape = checks.shape(function, normalized_shape)
     margins = checks.sm_margins(function, sm_margin)

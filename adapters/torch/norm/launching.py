@@ -68,10 +68,7 @@ def forward_by(
     wants_statistics: bool,
     out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ.
-
-    y is written to `out` if that is given, which is checked.
-    """
+    """Run `forward` by a recipe for tensors of these layouts, at any address; y is written to `out` if given."""
     index = tensors[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -274,10 +271,9 @@ def backward_by(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+    """Run `backward` by a recipe for tensors of these layouts, at any address; dx is written to `dx_out` if given.
 
-    With `in_place` dy is not needed any more, and dx takes its memory if it can. dx is written to `dx_out` if that is
-    given, which is checked.
+    With `in_place` dy is not needed any more, and dx takes its memory if it can.
     """
     names, saved_tensors, numbers, statistics = saved
     index = statistics.get_device()
@@ -362,26 +358,20 @@ def backward_recipe_of(
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     aligned = gpu.aligned(names, pointers, tensors, family.layouts["x"].shape, dx_out)
     dx_out_strides = None if dx_out is None else dx_out.stride()
-    key = (
-        wanted,
-        names,
-        aligned,
-        dx_out_strides,
-        *[None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in tensors],
-    )
+    strides_and_dtypes = [None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in tensors]
+    key = (wanted, names, aligned, dx_out_strides, *strides_and_dtypes)
     recipe = family.recipes.get(key)
     if recipe is None:
-        named = dict(zip(names, tensors, strict=True))
         call, layouts, *_ = family
         function = f"backward of {call.function}"
-        tensor_layouts = [
-            None if tensor is None else checks.layout_in_memory(function, name, tensor)
-            for name, tensor in named.items()
-        ]
-        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *tensor_layouts))
+        read = {
+            name: None if tensor is None else checks.layout_in_memory(function, name, tensor)
+            for name, tensor in zip(names, tensors, strict=True)
+        }
+        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *read.values()))
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
-            recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
+            recipe = _backward_recipe(family, read, saved.statistics, wanted, aligned)
             if dx_out is not None:
                 recipe = _writing_to(recipe, function, "dx", dx_out)
             is_special = recipe.copies or recipe.sums or recipe.zeros
@@ -402,21 +392,22 @@ def _backward_of_rows(like: Backward, family: Family) -> Backward:
 
 
 def _backward_recipe(
-    family: Family, tensors: Mapping[str, Tensor | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
+    family: Family, given: Mapping[str, Layout | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
 ) -> Backward:
-    """Make the recipe of a backward pass."""
+    """Make the recipe of a backward pass that may read what is `given`, of which dy or ds may be None."""
     call, layouts, *_ = family
-    function = f"backward of {call.function}"
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     reads = backward_reads(call.operation, wanted, (*call.names, *call.numbers))
-    tensor_names = dict.fromkeys(("dy", "ds", *reads))
-    read = {name: checks.layout_in_memory(function, name, present[name]) for name in tensor_names if name in present}
+    read = {name: layout for name in dict.fromkeys(("dy", "ds", *reads)) if (layout := given.get(name)) is not None}
     leading = layouts["x"].shape[:-1]
-    statistics_layout = Layout(
-        leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device)
+    row_layout = Layout(leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device))
+    read |= {name: row_layout for name in NORMS[call.operation.norm].statistics if name in reads}
+    options = CallOptions(
+        f"backward of {call.function}",
+        call.operation,
+        call.demanded,
+        s_dtype=call.s_dtype,
+        sm_margin=call.sm_margins[1],
     )
-    read |= {name: statistics_layout for name in NORMS[call.operation.norm].statistics if name in reads}
-    options = CallOptions(function, call.operation, call.demanded, s_dtype=call.s_dtype, sm_margin=call.sm_margins[1])
     device = gpu.properties_of(call.function, statistics)
     recipe = backward_recipe(options, given_of(call, layouts) | read, wanted, device, aligned=aligned)
     written = [name for name, _, _ in recipe.written]
@@ -424,10 +415,10 @@ def _backward_recipe(
     sums = {wanted.index(name): (axes, shape, getattr(torch, dtype)) for axes, (name, shape, dtype) in recipe.reduced}
     compute = statistics.dtype
     sums |= {place: ((0,), (), compute) for place, name in enumerate(wanted) if gradients[name] in recipe.totals}
-    names = (*tensors, "mean", "rstd", *written)
+    names = (*given, "mean", "rstd", *written)
     return Backward(
         plan=recipe.plan,
-        copies=gpu.copies(recipe, tuple(tensors), {name: layout.shape for name, layout in read.items()}),
+        copies=gpu.copies(recipe, tuple(given), {name: layout.shape for name, layout in read.items()}),
         gradients=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
         written=tuple(written),
         wanted=wanted,

@@ -247,10 +247,7 @@ def has_own_kernel(call: Call, x: Tensor, operands: Sequence[Tensor]) -> bool:
 def forward_by_torch(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, statistics) of a plain norm, by torch's kernel where it has one.
-
-    The arguments are checked already, and the result has no derivative.
-    """
+    """Return (y, statistics) of a plain norm, without derivatives, by torch's kernel where it has one."""
     compute = formulas.compute_dtype(x)
     if not formulas.subtracts_mean(name):
         statistics = formulas.statistics_of(NAMED[name].norm, x.to(compute), eps)
@@ -266,10 +263,7 @@ def forward_by_torch(
 def backward_by_torch(
     name: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the gradients `wanted` of x, weight and bias, by torch's kernel where it has one.
-
-    They have the dtype of the arithmetic.
-    """
+    """Return the gradients `wanted` by name, in the dtype of the arithmetic, by torch's kernel where it has one."""
     if not formulas.subtracts_mean(name):
         return formulas.affine_backward(name, dy, x, statistics, weight, wanted)
     compute, shape = statistics.dtype, x.shape[-1:]
@@ -454,10 +448,7 @@ def gradients(
     s: Tensor | None,
     statistics: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want.
-
-    They are differentiable if autograd is on.
-    """
+    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want."""
     names = call.wanted(tuple(options.wanted))
     if not names or (dy is None and ds is None):
         return [None] * len(tensors)
