@@ -46,26 +46,40 @@ class Here(Rows):
         return self.own
 
 
-class Alone:
+class Place:
+    """The place of a module or of a call among ranks."""
+
+    sequence = False  # x has the rows of this rank alone
+    local: Callable[..., Any] | None = None  # takes a module's parameters and returns this rank's tensors of them
+
+    def check_rows(self, function: str, x: Tensor) -> None:
+        if self.sequence and x.dim() < 2:
+            raise RuntimeError(
+                f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
+                f"{tuple(x.shape)}."
+            )
+
+    def wanted_by(self, inputs: Sequence[Any]) -> int:
+        """Return what this rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), in bits."""
+        if not torch.is_grad_enabled():
+            return 0
+        x, weight, _, ln_weight, ln_bias = inputs
+        summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
+        return ENABLED | SUM * summed | GATHER * (self.sequence and weight.requires_grad)
+
+
+class Alone(Place):
     """The place of a call that runs on one rank."""
 
     alone = True
     size = 1
-    sequence = delayed = gathers = sums = False
+    delayed = gathers = sums = False
     overlap_gather = bulk_gather = False
     wanted = 0
     limits = None
 
-    local: Callable[..., Any] | None = None  # as in TensorParallel
-
     def ranks(self) -> Alone:
         return self
-
-    def check_rows(self, function: str, x: Tensor) -> None:
-        pass
-
-    def wanted_by(self, inputs: tuple[Any, ...]) -> int:
-        return wanted(inputs, False)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Alone:
         return self
@@ -81,15 +95,6 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
-    """Return what a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), bits of exchange.py."""
-    if not torch.is_grad_enabled():
-        return 0
-    x, weight, _, ln_weight, ln_bias = inputs
-    summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
-    return ENABLED | SUM * summed | GATHER * (sequence and weight.requires_grad)
 
 
 class Group(NamedTuple):
@@ -163,14 +168,13 @@ NO_GROUP = (
 )
 
 
-class TensorParallel:
+class TensorParallel(Place):
     """The place of a module among the ranks of a tensor-parallel group.
 
     Copies share the group and pickles leave it out, as a process group can be neither copied nor pickled.
     """
 
     exact = False  # ranks may want different gradients
-    local: Callable[..., Any] | None = None  # takes a module's parameters and returns this rank's tensors of them
     _agreed: Group | None = None  # the place of calls with gradients enabled
 
     def __init__(self, mode: str | None, size: int, sequence_parallel: bool, delayed: bool, overlaps: dict[str, bool]):
@@ -200,17 +204,6 @@ class TensorParallel:
         if self._ranks is None:
             raise RuntimeError(f"LayerNormLinear: {NO_GROUP}")
         return self._ranks
-
-    def check_rows(self, function: str, x: Tensor) -> None:
-        if self.sequence and x.dim() < 2:
-            raise RuntimeError(
-                f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
-                f"{tuple(x.shape)}."
-            )
-
-    def wanted_by(self, inputs: Sequence[Tensor | None]) -> int:
-        """Return what this rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), in bits."""
-        return wanted(inputs, self.sequence)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Group:
         """Return the place of a call, with what any rank wants in `wanted`, as all take part in what one waits for.
