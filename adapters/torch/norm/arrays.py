@@ -22,9 +22,8 @@ from ...call.store import check_x, scales_shape
 from ...operation import NORMS, SEED, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
-from .calls import Call, call_of
+from .calls import call_of
 from .calls import family as family_of
-from .float8 import forward_of
 from .launching import Saved
 from .repeats import keep, known_call, remember_call
 
@@ -43,7 +42,11 @@ def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tup
         call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
         # flatten copies where no view is possible; the result is then copied back into out.
         target = out if len(shape) == 1 else out.flatten(-len(shape))
-        recipe = _recipe_to(call, rows, sm_margin, target)
+        key, rows_and_target = (call, sm_margin, "out"), (*rows, target)
+        recipe = known_call(key, rows_and_target)
+        if recipe is None:
+            recipe = launching.recipe_of(call, rows, sm_margin, target)
+            remember_call(key, rows_and_target, recipe)
         (y,), row_statistics = launching.forward_by(recipe, rows, (), eps, statistics, target)
         y = out if target.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
@@ -53,16 +56,6 @@ def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tup
         return (y if out is None else out.copy_(y),)
     y, row_statistics = functional.norm_with_statistics(operation, x, shape, *arguments)
     return (y if out is None else out.copy_(y), *row_statistics)
-
-
-def _recipe_to(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor) -> launching.Forward:
-    """Return the recipe of a forward pass that writes y to `out`."""
-    key, tensors_and_out = (call, sm_margin, "out"), (*tensors, out)
-    recipe = known_call(key, tensors_and_out)
-    if recipe is None:
-        recipe = launching.recipe_of(call, tensors, sm_margin, out)
-        remember_call(key, tensors_and_out, recipe)
-    return recipe
 
 
 @torch.no_grad()
@@ -230,8 +223,7 @@ def forward(options: CallOptions, arrays: Mapping[str, Any], eps: float, scale: 
     names = tuple(tensors)
     sm_margin = core.check_sm_margin(function, sm_margin, None)
     if store:
-        kinds = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin}
-        return forward_of(function, operation, tensors, scalars, eps, **kinds, store=store, scale=scale)
+        return float8.forward_of(options._replace(sm_margin=sm_margin), tensors, scalars, eps, scale)
     call = call_of(function, operation, names[1:], tuple(scalars), demanded, dtype, s_dtype, (sm_margin,) * 3)
     values, row_statistics = dispatch.run(call, tuple(tensors.values()), tuple(scalars.values()), eps, statistics)
     results = dict(zip(operation.returns, values, strict=True))
@@ -286,8 +278,8 @@ def backward(options: CallOptions, arrays: Mapping[str, Any], wanted: Sequence[s
         family = family_of(call, {name: layouts[name] for name in tensors})
         saved_tensors = tensors if s is None else {**tensors, "s": s}
         saved = Saved(tuple(saved_tensors), tuple(saved_tensors.values()), tuple(scalars.values()), statistics)
-        gradients = launching.backward(family, saved, dy, ds, tuple(wanted))
-        return dict(zip(wanted, gradients, strict=True))
+        recipe = launching.backward_recipe_of(family, saved, dy, ds, tuple(wanted))
+        return dict(zip(wanted, launching.backward_by(recipe, saved, dy, ds), strict=True))
     rows = getattr(torch, row_dtype)
     values = {**tensors, **scalars}
     gradients = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...call import broadcasting
 from ...call import store as rules
+from ...call.backend import CallOptions
 from ...call.checks import Layout
 from ...call.store import Float8Store
 from ...operation import NAMED, Operation, name_of
@@ -25,24 +25,15 @@ from .calls import Call, affine_call, call_of
 
 
 def forward_of(
-    function: str,
-    operation: Operation,
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, float],
-    eps: float,
-    *,
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    sm_margin: int,
-    store: Float8Store,
-    scale: Any,
+    options: CallOptions, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], eps: float, scale: Any
 ) -> dict[str, Tensor]:
     """Check a call and return y8, y8_scale, y if it is wide and s if it is returned, by name.
 
     `tensors` are x and the operands that are tensors, `numbers` the operands that are numbers. `scale` is for a store
     with one scale for all of y; it is computed if it is None.
     """
+    function, operation, demanded, dtype, s_dtype, sm_margin, _, store, _, _ = options
+    assert store is not None
     rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
     refuse_gradients(function, "x and operands", tuple(tensors.values()))
     scale = _scale(operation, tensors, store, scale)

@@ -6,6 +6,7 @@ in one question whether a call is like an earlier one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,24 +43,6 @@ class Saved(NamedTuple):
 # Forward.
 
 
-def forward(
-    call: Call,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    eps: float,
-    wants_statistics: bool,
-    sm_margin: int,
-) -> tuple[list[Tensor], Tensor | None, Family]:
-    """Return (results in the order of `returns`, statistics as formulas.py has them, the Family for `backward`).
-
-    `tensors` are those of Call.names, followed by the scale if the call has a store with one scale for all of y. With a
-    store the results are those of Float8Store.results, without that scale.
-    """
-    recipe = recipe_of(call, tensors, sm_margin)
-    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics)
-    return results, statistics, recipe.family
-
-
 def forward_by(
     recipe: Forward,
     tensors: Sequence[Tensor],
@@ -68,7 +51,12 @@ def forward_by(
     wants_statistics: bool,
     out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Run `forward` by a recipe for tensors of these layouts, at any address; y is written to `out` if given."""
+    """Return (results in the order of `returns`, statistics as formulas.py has them); y is written to a given `out`.
+
+    The recipe is for tensors of these layouts, at any address. They are those of Call.names, followed by the scale if
+    the call has a store with one scale for all of y. With a store the results are those of Float8Store.results, without
+    that scale.
+    """
     index = tensors[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -175,10 +163,7 @@ def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
 
 def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
     """Return the plan of a call that differs from an earlier one in its number of rows alone; `shape` is that of x."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return plan_of(like.problem.with_rows(rows), like.device)
+    return plan_of(like.problem.with_rows(math.prod(shape[:-1])), like.device)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -227,16 +212,6 @@ def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcastin
 # Backward.
 
 
-def backward(
-    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
-) -> list[Tensor]:
-    """Return the gradients of `wanted`, names of x and of operands; equal gradients are one tensor.
-
-    Shapes and devices are not checked, as autograd has done so.
-    """
-    return backward_by(backward_recipe_of(family, saved, dy, ds, wanted), saved, dy, ds)
-
-
 def known_backward(
     family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
 ) -> Backward | None:
@@ -271,9 +246,10 @@ def backward_by(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `backward` by a recipe for tensors of these layouts, at any address; dx is written to `dx_out` if given.
+    """Return the gradients that the recipe wants, of which equal ones are one tensor, dx written to `dx_out` if given.
 
-    With `in_place` dy is not needed any more, and dx takes its memory if it can.
+    The recipe is for tensors of these layouts, at any address. Shapes and devices are not checked, as autograd has done
+    so. With `in_place` dy is not needed any more, and dx takes its memory if it can.
     """
     names, saved_tensors, numbers, statistics = saved
     index = statistics.get_device()

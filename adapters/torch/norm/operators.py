@@ -173,16 +173,10 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
 
 def _forward_cuda(x, operands, *arguments):
     options = Forward(*arguments)
-    call = options.call(operands)
-    results, statistics, _ = checks.raising_as_torch(
-        launching.forward,
-        call,
-        [x, *operands],
-        options.numbers,
-        options.eps,
-        options.wants_statistics,
-        options.sm_margin,
-    )
+    call, tensors = options.call(operands), [x, *operands]
+    recipe = checks.raising_as_torch(launching.recipe_of, call, tensors, options.sm_margin)
+    numbers, eps, wants_statistics = options.numbers, options.eps, options.wants_statistics
+    results, statistics = checks.raising_as_torch(launching.forward_by, recipe, tensors, numbers, eps, wants_statistics)
     return _three(x, options, dict(zip(call.operation.returns, results, strict=True)), statistics)
 
 
@@ -289,7 +283,8 @@ def _backward_cuda(dy, ds, x, operands, s, statistics, *arguments):
     if s is not None:
         tensors.append(s)
     saved = Saved((*call.names, "s") if s is not None else call.names, tensors, options.numbers, statistics)
-    return _each_once(launching.backward(family, saved, dy, ds, call.wanted(tuple(options.wanted))))
+    recipe = launching.backward_recipe_of(family, saved, dy, ds, call.wanted(tuple(options.wanted)))
+    return _each_once(launching.backward_by(recipe, saved, dy, ds))
 
 
 def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
