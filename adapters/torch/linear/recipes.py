@@ -202,7 +202,7 @@ def _of_fields(function: str, recipe: Any, kind: type) -> Any:
 
 # The recipe of the innermost context, None for no FP8, False outside of all. It holds for the whole process: autograd
 # runs in its own threads what checkpoints compute again.
-_inside: Recipe | Literal[False] | None = False
+_innermost: Recipe | Literal[False] | None = False
 
 
 def autocast(
@@ -249,19 +249,19 @@ def fp8_autocast(
 
 @contextmanager
 def _following(recipe: Recipe | None) -> Iterator[None]:
-    global _inside
-    outer, _inside = _inside, recipe
+    global _innermost
+    outer, _innermost = _innermost, recipe
     try:
         yield
     finally:
-        _inside = outer
+        _innermost = outer
 
 
 def recipe_of(own: Recipe | None) -> Recipe | None:
     """Return the recipe that a module with this recipe of its own follows now; None for no FP8."""
-    if _inside is False:
+    if _innermost is False:
         return own
-    return None if _inside is None else own or _inside
+    return None if _innermost is None else own or _innermost
 
 
 def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:

@@ -176,9 +176,8 @@ class _Trial:
         if formula is None:
             return None
         dtypes, changed = {}, {}
-        for pair in itertools.product(
-            FLOATING, FLOATING if self.weight is not None or self.bias is not None else (None,)
-        ):
+        weight_dtypes = FLOATING if self.weight is not None or self.bias is not None else (None,)
+        for pair in itertools.product(FLOATING, weight_dtypes):
             try:
                 y = self._called(self.x, self.gate, pair)
             except RuntimeError:  # the module refuses such dtypes

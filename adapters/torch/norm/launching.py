@@ -377,13 +377,8 @@ def _backward_recipe(
     leading = layouts["x"].shape[:-1]
     row_layout = Layout(leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device))
     read |= {name: row_layout for name in NORMS[call.operation.norm].statistics if name in reads}
-    options = CallOptions(
-        f"backward of {call.function}",
-        call.operation,
-        call.demanded,
-        s_dtype=call.s_dtype,
-        sm_margin=call.sm_margins[1],
-    )
+    function, margin = f"backward of {call.function}", call.sm_margins[1]
+    options = CallOptions(function, call.operation, call.demanded, s_dtype=call.s_dtype, sm_margin=margin)
     device = gpu.properties_of(call.function, statistics)
     recipe = backward_recipe(options, given_of(call, layouts) | read, wanted, device, aligned=aligned)
     written = [name for name, _, _ in recipe.written]
