@@ -143,8 +143,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
 
     def forward(*given, **options):
         call = of(*given, **options)
-        fused = _fused(call)
-        results, saved = fused.called_forward(call.x, call.operands, call.eps, call.sm_margin, call.shapes)
+        results, saved = _fused(call).called_forward(call.x, call.operands, call.eps, call.sm_margin, call.shapes)
         return reshaped(call, results), saved
 
     def backward(saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
 
     of_its_own(function)
     signature = inspect.signature(arguments)
-    with_y = ("y, s", "Saved") if "s_dtype" in signature.parameters else ("y", "Saved")
+    returned = "y, s" if "s_dtype" in signature.parameters else "y"
     forward.__doc__ = f"""(results, saved): {name}(...) and what `{name}.backward` needs.
 
     The arrays themselves are saved, not copies of them.
@@ -187,10 +186,10 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
 
     Parameters
     ----------
-    saved : {with_y[1]}
+    saved : Saved
         What `{name}.forward` returned.
     *gradients : array, shape of x
-        Of each result, in order: {with_y[0]}; None for one on which nothing depends.
+        Of each result, in order: {returned}; None for one on which nothing depends.
     wanted : sequence of str
         Names of operands, or "x"; all by default. The others are not computed.
     sm_margin : int
@@ -216,20 +215,12 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
         As of `{name}`, but neither x nor s of float64 and no tensor that wants a gradient.
     """
     fp8_forward.__doc__ = f"""`{name}.fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
-    with_store = _signature_of_fp8(signature)
-    for attribute, of_attribute in (
-        (forward, signature),
-        (backward, None),
-        (fp8, with_store),
-        (fp8_forward, with_store),
-    ):
+    of_forward, of_fp8 = signature.replace(return_annotation="tuple[Any, Saved]"), _signature_of_fp8(signature)
+    shown = of_forward, inspect.signature(backward), of_fp8, of_fp8
+    for attribute, signature in zip((forward, backward, fp8, fp8_forward), shown, strict=True):
         of_its_own(attribute)
+        attribute.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
         attribute.__qualname__, attribute.__module__ = f"{name}.{attribute.__name__}", arguments.__module__
-        if of_attribute is not None:
-            shown = (
-                of_attribute if attribute is not forward else signature.replace(return_annotation="tuple[Any, Saved]")
-            )
-            attribute.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
         setattr(function, attribute.__name__, attribute)
     return cast(NamedOperation[P, R], function)
 

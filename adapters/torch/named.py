@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import named
-from ..named import Call, ShapeError, kinds_of, of_its_own, operation_of
+from ..named import Call, ShapeError, kinds_of, of_its_own, operation_of, reshaped
 from ..operation import SEED
 from . import private
 from .norm import calls, checks, dispatch, functional, norm_add_norm
@@ -36,24 +36,17 @@ def _of_torch(operation: Operation) -> Operation:
                 return node
         if torch.compiler.is_compiling():  # the operators raise as torch does
             call = interpret(*arguments, **options)
-            return _results(call, _run(call))
-        try:
-            call = interpret(*arguments, **options)
-        except ShapeError as error:
-            raise RuntimeError(str(error)) from None
-        return _results(call, _run(call))
+        else:
+            try:
+                call = interpret(*arguments, **options)
+            except ShapeError as error:
+                raise RuntimeError(str(error)) from None
+        results = _run(call)
+        return tuple(results) if len(results) > 1 else reshaped(call, results[0])
 
     called.__module__ = __name__
     of_its_own(called)
     return cast(Operation, called)
-
-
-def _results(call: Call, results: Sequence[Tensor]) -> Any:
-    """Return the results as the caller gets them: a tuple of several, or one alone in the shape of the caller's x."""
-    if len(results) > 1:
-        return tuple(results)
-    (y,) = results
-    return y.reshape(call.shapes["x"]) if "x" in call.shapes else y
 
 
 def _run(call: Call) -> Sequence[Tensor]:
@@ -75,7 +68,7 @@ def _run(call: Call) -> Sequence[Tensor]:
             checks.output_dtype(function, output_dtype)
     if dtype is None and x.is_cuda:
         dtype = functional._default_dtype(norm, x)
-    margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
+    margins = checks.sm_margins(function, sm_margin)
     names = tuple(operands)
     if function == "rms_norm_add_rms_norm":
         return norm_add_norm.run(flags[0], names, tensors, eps, dtype or x.dtype, s_dtype, margins)

@@ -31,9 +31,7 @@ _function_mode = look_up(
 )
 _DefaultDevice = look_up("torch.utils._device:DeviceContext", f"under a default device {BY_OPERATORS}", Exception)
 _transforms = look_up(
-    "torch:_C._functorch.peek_interpreter_stack",
-    f"{BY_OPERATORS}, and LayerNormLinear has no FP8",
-    lambda: "unknown",
+    "torch:_C._functorch.peek_interpreter_stack", f"{BY_OPERATORS}, and LayerNormLinear has no FP8", lambda: "unknown"
 )
 _Transform = look_up(
     "torch:_C._functorch.CInterpreter", f"under functorch {BY_OPERATORS}, and LayerNormLinear has no FP8", object

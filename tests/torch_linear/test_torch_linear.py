@@ -244,7 +244,7 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
     )
     call = calls.affine_call(op, weight, None, None, (0, 0, 0))
-    _, statistics, _ = launching.forward(call, (x, weight), (), 1e-5, True, sm_margin=0)
+    _, statistics = launching.forward_by(launching.recipe_of(call, (x, weight), 0), (x, weight), (), 1e-5, True)
     mask = (True, True, op == "layer_norm")
     with torch.no_grad():
         expected = dispatch.affine_gradients(op, dz, x, statistics, weight, 1e-5, mask, 0)
@@ -261,7 +261,7 @@ def test_streamed_rows_leave_dz_alone():
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
     call = calls.affine_call("layer_norm", None, None, None, (0, 0, 0))
-    _, statistics, _ = launching.forward(call, (x,), (), 1e-5, True, sm_margin=0)
+    _, statistics = launching.forward_by(launching.recipe_of(call, (x,), 0), (x,), (), 1e-5, True)
     before, every = dz.clone(), (True, True, True)
     with torch.no_grad():
         dispatch.affine_gradients("layer_norm", dz, x, statistics, None, 1e-5, every, 0, in_place=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...linear import problem
 from ...linear.problem import LinearOptions
 from ...operation import name_of
-from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
+from ..norm.arrays import checked_once, layouts_of
 from ..norm.functional import autocast_dtype
 from .call import Given, Layer, norm_linear
 from .parallel import ALONE
@@ -26,7 +26,9 @@ def forward(options: LinearOptions, arrays: Mapping[str, Any]) -> tuple[Tensor, 
     checked_once(_check_forward, options.function, tensors, (options.zero_centered_gamma, cast is not None))
     layer = Layer(options.function, name_of(options.norm, options.zero_centered_gamma), options.eps)
     y, _, statistics = norm_linear(layer, tensors, Given(wants_statistics=options.statistics))
-    return (y, *mean_and_rstd(statistics)) if options.statistics else (y, None, None)
+    if not options.statistics:
+        return y, None, None
+    return y, statistics[0] if len(statistics) == 2 else None, statistics[-1]
 
 
 @torch.no_grad()

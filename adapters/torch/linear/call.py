@@ -21,23 +21,14 @@ from torch import Tensor
 
 from ...operation import NAMED
 from ..norm import checks, dispatch, launching, nodes, norm_nodes, repeats
-from ..norm.functional import (
-    FLOATING,
-    PLAIN,
-    autocast_dtype,
-    norm,
-    norm_with_statistics,
-    nothing_else_listens,
-)
-from ..norm.functional import (
-    given as given_tensors,
-)
+from ..norm.functional import FLOATING, PLAIN, autocast_dtype, norm, norm_with_statistics, nothing_else_listens
+from ..norm.functional import given as given_tensors
 from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
 from .one_launch import of_inputs
-from .parallel import ALONE, Ranks, takes_part
+from .parallel import ALONE, Ranks
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE, has_algorithm
 
@@ -108,8 +99,8 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     margins = (margin if differentiated else inference_margin, backward_margin)
     dtypes = (weight_dtype, bias_dtype)
     step = Step(operation, eps, cast or x.dtype, bool(keep_normalized), *margins, returned, *dtypes, numbers)
-    compiling, one_step = torch.compiler.is_compiling(), in_one_step(inputs)
-    if not one_step:
+    is_plain = all(tensor is None or type(tensor) in PLAIN for tensor in inputs)
+    if not is_plain or under_functorch() or in_forward_mode():
         for limits in (numbers.limits, ranks.limits):
             # torch.export traces tensors of a class of its own, which the operator takes.
             if limits is not None and not torch.compiler.is_exporting():
@@ -119,7 +110,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
                 )
         if numbers.limits is None and ranks.limits is None:
             return _in_steps(inputs, step, given.wants_statistics)
-    if compiling:
+    if torch.compiler.is_compiling():
         return operators.norm_linear(*inputs, *operators.flat(step, ranks, wanted))[:3]
     recipe = numbers.recipe(x, ln_weight, ln_bias, step)
     if recipe is None and not differentiated and numbers is WIDE and ranks.alone:
@@ -147,10 +138,7 @@ _ALL_PRESENT = (False, False, False)  # the last three entries of a key: no tens
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
-    """Return the Call that an earlier call with tensors like these has left (norm/repeats.py); None if there is none.
-
-    `layer` has the fields of a Layer; a plain tuple takes the host less time.
-    """
+    """Return the Call that an earlier call with tensors like these has left (norm/repeats.py), or None."""
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
@@ -178,10 +166,10 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
     if fp8_output:
         _check_output("LayerNormLinear", fp8_output, differentiated)
     if differentiated or ranks.sums or ranks.gathers:
-        anchor = None
-        if not ranks.alone:
-            anchor, sink = takes_part(inputs, differentiated, ranks, sink)
-            given = given._replace(sink=sink)
+        # If no tensor of this rank requires a gradient the anchor does, so that this rank runs the step for the others.
+        anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
+        if not ranks.alone and not ranks.gathers and not inputs[1].requires_grad:
+            given = given._replace(sink=None)  # a frozen weight has a sink only if `backward_dw` is a collective
         return _apply(*inputs, anchor, call, ranks, given)
     if torch.is_grad_enabled():  # no_grad takes 2 us, also where it changes nothing
         with torch.no_grad():
@@ -221,14 +209,6 @@ def _in_steps(inputs: Inputs, step: Step, wants_statistics: bool) -> tuple[Tenso
         sm_margin = margin if margin == backward_margin else margins
         z = norm(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, sm_margin)
     return F.linear(z, weight, bias), z, statistics
-
-
-def in_one_step(inputs: Inputs) -> bool:
-    """Return whether a call can be one step of autograd if it is differentiated, or one operator of a trace."""
-    for tensor in inputs:
-        if tensor is not None and type(tensor) not in PLAIN:
-            return False
-    return not under_functorch() and not in_forward_mode()
 
 
 def check(function: str, inputs: Inputs, operation: str) -> None:
@@ -317,10 +297,7 @@ _apply = applied(_NormLinear)
 
 
 def _compiled_call(step: Step, recipe: launching.Forward, inputs: Inputs) -> nodes.Call | None:
-    """Describe the passes of calls of the five tensors to the C++ nodes (norm/nodes.py); None if Python alone serves.
-
-    `recipe` is the norm's.
-    """
+    """Describe the passes of calls of the five tensors to the C++ nodes (nodes.py); None if Python alone serves."""
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
     if has_algorithm(inputs[0], inputs[1]):  # C++ has torch's products alone

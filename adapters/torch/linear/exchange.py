@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..norm.functional import FLOATING
 from ..private import group_of
 
 # torch 2.13 has new names for these two, and warns of the old ones.
@@ -43,7 +44,7 @@ class Rows:
 
     def come(self) -> Tensor:
         """Return all gathered rows, (ranks * rows, cols), while other ranks may still read those of this one."""
-        raise NotImplementedError
+        return self.whole()
 
     def whole(self, keep: bool = False) -> Tensor:
         """Return all gathered rows after the exchange has ended. With `keep` they outlast the next exchange."""
@@ -107,9 +108,6 @@ class _Gathering(Rows):
         if rank != self.exchange.rank:
             self.come()
         return self._part(rank)
-
-    def come(self) -> Tensor:
-        return self.whole()
 
     def whole(self, keep: bool = False) -> Tensor:
         if self._work is not None:
@@ -208,11 +206,11 @@ def compare(
     Every rank raises ValueError, which names all ranks, if rows, columns or dtypes differ, or if gradients are enabled
     on some ranks alone. With `exact` it also does if the ranks want different gradients.
     """
-    own = torch.tensor([rows, cols, _DTYPES.index(dtype), wanted], dtype=torch.int64, device=device)
+    own = torch.tensor([rows, cols, FLOATING.index(dtype), wanted], dtype=torch.int64, device=device)
     calls = own.new_empty((dist.get_world_size(group), 4))
     _all_gather(calls.view(-1), own, group=group)
     table = calls.tolist()
-    shapes = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
+    shapes = [(rows, cols, FLOATING[index]) for rows, cols, index, _ in table]
     if len(set(shapes)) > 1:
         each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(shapes))
         raise ValueError(
@@ -234,9 +232,6 @@ def compare(
             f"{', '.join(str(rank) for rank, wish in enumerate(wishes) if wish != wishes[0])} than on rank 0."
         )
     return functools.reduce(operator.or_, wishes)
-
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def compares_always() -> bool:

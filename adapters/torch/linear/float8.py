@@ -34,6 +34,7 @@ from .step import (
     NOTHING,
     Inputs,
     Normalised,
+    Products,
     Saved,
     Step,
     Weights,
@@ -140,8 +141,8 @@ class Float8(NamedTuple):
         return _Products(dy, saved, step, ranks, *wants)
 
 
-class _Products:
-    """step.Products in FP8. z is computed once more when it is needed, or by `begin_gathering`."""
+class _Products(Products):
+    """The products in FP8."""
 
     rows: Tensor  # bytes of dy, (rows, out)
     scale: Tensor  # (rows,), or without axes
@@ -167,7 +168,6 @@ class _Products:
         )
         self._dy = dy if wants_weight else None
         self._amax, self._tensor_scale = amax, scale
-        self._gathering: Rows | None = None
 
     @property
     def operands_of_dz(self) -> tuple[Tensor, Tensor]:
@@ -256,10 +256,6 @@ class _Products:
     def release(self) -> None:
         for name in ("_z", "_z_columns", "_own_columns"):
             self.__dict__.pop(name, None)
-
-    def end_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.whole()
 
 
 # weight in FP8.

@@ -34,7 +34,7 @@ from ...linear.float8_plan import (
 )
 from ...linear.float8_spec import padded
 from ...operation import NAMED
-from ...plan.problem import FLOAT8, ITEMSIZE
+from ...plan.problem import E4M3, FLOAT8, ITEMSIZE
 from ..norm import checks, formulas, gpu, repeats
 from ..norm.float8 import bound, power_of_2, rounded, scaling
 from ..private import scaled_mm
@@ -85,7 +85,8 @@ def cast_rows(
     sums = gpu.empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
-        return bytes, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
+        sums, amax = (None if vector is None else vector.zero_() for vector in (sums, amax))
+        return bytes, scales.fill_(1) if scale is None else scales, sums, amax
     flags = (scale is not None, power_2_scale, column_sums, column_amax)
     pointer = a.data_ptr()
     key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, sum_dtype, pointer & 15)
@@ -94,10 +95,8 @@ def cast_rows(
         layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
         problem = RowsProblem(*layout, *flags, sum_dtype=checks.dtype_name(sum_dtype))
         plan = _plan(plan_rows, problem, a, key)
-    pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), bytes.data_ptr()]
-    pointers += [
-        tensor.data_ptr() for tensor in (None if scale is not None else scales, sums, amax) if tensor is not None
-    ]
+    others = (scale, bytes, None if scale is not None else scales, sums, amax)
+    pointers = [pointer, *[tensor.data_ptr() for tensor in others if tensor is not None]]
     workspace = gpu.empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
     launch.run(plan, index, gpu.stream(index), pointers, workspace)
     return bytes, scales, sums, amax
@@ -150,7 +149,6 @@ def normalised_columns(
     ln_weight: Tensor | None,
     ln_bias: Tensor | None,
     operation: str,
-    dtype: str = "e4m3",
     *,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -162,24 +160,23 @@ def normalised_columns(
     """
     if not x.is_cuda:
         z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
-        multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
-        return rounded(_padded(z * multiplier), NAMES[dtype]), scale
+        multiplier, scale = scaling(bound(operation, x, ln_weight, ln_bias), E4M3, power_2_scale)
+        return rounded(_padded(z * multiplier), E4M3), scale
     index = x.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
-            arguments = (x, statistics, ln_weight, ln_bias, operation, dtype)
-            return normalised_columns(*arguments, power_2_scale=power_2_scale)
+            return normalised_columns(x, statistics, ln_weight, ln_bias, operation, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
     gamma, beta = (None if parameter is None else parameter.contiguous() for parameter in (ln_weight, ln_bias))
-    bytes, scales = _operand(cols, padded(rows), dtype)
+    bytes, scales = _operand(cols, padded(rows), "e4m3")
     if cols == 0:
         return bytes, scales
     pointer = x.data_ptr()
     parameter_pointers = [parameter.data_ptr() for parameter in (gamma, beta) if parameter is not None]
     affine_aligned = functools.reduce(operator.or_, parameter_pointers, 0) & 15 == 0
     dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
-    key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
+    key = (x.shape, x.stride(0), dtypes, index, operation, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
         named = {name: parameter for name, parameter in (("weight", gamma), ("bias", beta)) if parameter is not None}
@@ -187,7 +184,7 @@ def normalised_columns(
             rows,
             cols,
             _name(x),
-            NAMES[dtype],
+            E4M3,
             x.stride(0),
             pointer % 16 == 0,
             power_of_2=power_2_scale,
@@ -204,10 +201,7 @@ def normalised_columns(
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`.
-
-    product and the scales have float32.
-    """
+    """Return float32 product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once."""
     if not product.is_cuda:
         y = product * row_scale[:, None] * column_scale
         return (y if bias is None else y + bias.float()).to(dtype)
@@ -220,15 +214,10 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
     y = gpu.empty((rows, cols), (cols, 1), dtype)
     if rows == 0 or cols == 0:
         return y
-    pointers = [product.data_ptr(), column_scale.data_ptr(), y.data_ptr()]
-    if bias is not None:
-        bias = bias.contiguous()
-        pointers.insert(2, bias.data_ptr())
-    together = 0
-    for pointer in pointers:
-        together |= pointer
+    bias = None if bias is None else bias.contiguous()
+    pointers = [tensor.data_ptr() for tensor in (product, column_scale, bias, y) if tensor is not None]
+    aligned = functools.reduce(operator.or_, pointers) & 15 == 0
     pointers.insert(1, row_scale.data_ptr())
-    aligned = together & 15 == 0
     key = ("scaled", rows, cols, product.dtype, dtype, None if bias is None else bias.dtype, index, aligned)
     plan = _plans.get(key)
     if plan is None:
@@ -301,10 +290,6 @@ def _operand(
         bytes = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
         return bytes, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
     return gpu.empty((outer, inner), (inner, 1), DTYPES[dtype]), _vector(outer) if scale is None else scale
-
-
-def _zeros(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.zero_()
 
 
 # Products.

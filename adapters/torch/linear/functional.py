@@ -97,13 +97,5 @@ def layer_norm_linear(
             return node
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
     # This is a Layer; a plain tuple takes the host less time.
-    layer = (name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), NOTHING, WIDE, ALONE)
+    layer = (name, operation, eps, bool(keep_normalized), checks.sm_margins(name, sm_margin), NOTHING, WIDE, ALONE)
     return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]
-
-
-NO_MARGINS = (0, 0, 0)  # forward, backward, inference
-
-
-def margins_of(function: str, sm_margin: int | Mapping[str, int]) -> tuple[int, int, int]:
-    """Return what checks.sm_margins does, at once for the default."""
-    return NO_MARGINS if type(sm_margin) is int and sm_margin == 0 else checks.sm_margins(function, sm_margin)

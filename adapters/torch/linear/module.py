@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ...call import checks as core
 from ...linear import problem as linear_problem
 from ...operation import name_of
+from ..norm import checks
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
 from .call import NOTHING_GIVEN, Given, known, run, run_checked
 from .float8 import Float8, WeightCache
-from .functional import margins_of
 from .parallel import ALONE, TensorParallel, size_of_given
 from .parameters import check_mode, check_overlaps, check_sizes, joined, lay_side_by_side, local_features, parts_of
 from .recipes import Recipe, recipe_of
@@ -136,7 +136,9 @@ class LayerNormLinear(WeightGradients):
     NotImplementedError
         If parallel_mode is "row", as a norm cannot be split along its row, or an option is not supported yet.
 
-    Notes ----- TransformerEngine's module differs in this: its float32 product is always TF32, this one's is if torch
+    Notes
+    -----
+    TransformerEngine's module differs in this: its float32 product is always TF32, this one's is if torch
     is set so; it keeps z; it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`,
     this one's adds to it; it takes parameters_split neither with fuse_wgrad_accumulation nor with backward_dw. Its
     `_extra_state` in a checkpoint is not read here; it loads our checkpoints with strict=False.
@@ -245,7 +247,7 @@ class LayerNormLinear(WeightGradients):
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
-        margins_of("LayerNormLinear", sm_margin)
+        checks.sm_margins("LayerNormLinear", sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
         self._fp8_weights = WeightCache(self.training)
@@ -343,7 +345,9 @@ class LayerNormLinear(WeightGradients):
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         parallel = self._parallel if self._over_ranks else ALONE
         norm_parameters = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        weights, biases, norm_parameters = parallel.local(self._weights, self._biases, norm_parameters)
+        weights, biases = self._weights, self._biases
+        if parallel.local is not None:
+            weights, biases, norm_parameters = parallel.local(weights, biases, norm_parameters)
         bias = joined(biases) if biases else None
         inputs = (inp, joined(weights), None if self.return_bias else bias, *norm_parameters)
         returned = NOTHING
@@ -355,7 +359,7 @@ class LayerNormLinear(WeightGradients):
             name_of(self.op, self.zero_centered_gamma),
             self.eps,
             self.keep_normalized,
-            margins_of(type(self).__name__, self.sm_margin),
+            checks.sm_margins(type(self).__name__, self.sm_margin),
             returned,
             WIDE if recipe is None else Float8(recipe.scheme),
             parallel.ranks(),

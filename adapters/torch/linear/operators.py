@@ -23,7 +23,7 @@ from .float8 import Float8, quantised
 from .float8_arithmetic import DTYPES
 from .parallel import ALONE, Group, Ranks
 from .recipes import E4M3, Scheme, check_available
-from .step import GATHERED, LOCAL, NOTHING, Saved, Step, Weights, forward, gradients
+from .step import GATHERED, LOCAL, NOTHING, Saved, Step, forward, gradients
 from .wide import WIDE
 
 _OPTIONS = (
@@ -83,7 +83,7 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     if not ranks.alone:
         _compare_once(x, weight, step, ranks)
     inputs = x, weight, bias, ln_weight, ln_bias
-    weights = step.numbers.weights(weight, bool(wanted & SUM), True, _quantised)
+    weights = step.numbers.weights(weight, bool(wanted & SUM), True, lambda *given: quantised(*given[:3]))
     y, z, statistics, kept = forward(inputs, weights, step, ranks)
     if kept is z:
         kept = None
@@ -91,10 +91,6 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     if columns is weight:
         columns = None
     return _present(x, (y, z, statistics, kept, columns, scale))
-
-
-def _quantised(weight: Tensor, scheme: Scheme, wants_columns: bool, _: bool) -> Weights:
-    return quantised(weight, scheme, wants_columns)
 
 
 def _present(x: Tensor, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

@@ -22,17 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import symmetric
-from .exchange import (
-    ENABLED,
-    GATHER,
-    SUM,
-    Exchange,
-    Rows,
-    compare,
-    compares_always,
-    exchange_by_collectives,
-    group_of,
-)
+from .exchange import ENABLED, GATHER, SUM, Exchange, Rows, compare, compares_always, exchange_by_collectives, group_of
 
 
 class Limits(NamedTuple):
@@ -49,9 +39,6 @@ class Here(Rows):
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         self.own = rows
 
-    def come(self) -> Tensor:
-        return self.own
-
     def whole(self, keep: bool = False) -> Tensor:
         return self.own
 
@@ -59,30 +46,40 @@ class Here(Rows):
         return self.own
 
 
-class Alone:
+class Place:
+    """The place of a module or of a call among ranks."""
+
+    sequence = False  # x has the rows of this rank alone
+    local: Callable[..., Any] | None = None  # takes a module's parameters and returns this rank's tensors of them
+
+    def check_rows(self, function: str, x: Tensor) -> None:
+        if self.sequence and x.dim() < 2:
+            raise RuntimeError(
+                f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
+                f"{tuple(x.shape)}."
+            )
+
+    def wanted_by(self, inputs: Sequence[Any]) -> int:
+        """Return what this rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), in bits."""
+        if not torch.is_grad_enabled():
+            return 0
+        x, weight, _, ln_weight, ln_bias = inputs
+        summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
+        return ENABLED | SUM * summed | GATHER * (self.sequence and weight.requires_grad)
+
+
+class Alone(Place):
     """The place of a call that runs on one rank."""
 
     alone = True
     size = 1
-    sequence = delayed = gathers = sums = False
+    delayed = gathers = sums = False
     overlap_gather = bulk_gather = False
     wanted = 0
     limits = None
 
     def ranks(self) -> Alone:
         return self
-
-    def local(
-        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
-    ) -> tuple[Any, Any, Any]:
-        """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, norm_parameters
-
-    def check_rows(self, function: str, x: Tensor) -> None:
-        pass
-
-    def wanted_by(self, inputs: tuple[Any, ...]) -> int:
-        return wanted(inputs, False)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Alone:
         return self
@@ -98,15 +95,6 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
-    """Return what a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), bits of exchange.py."""
-    if not torch.is_grad_enabled():
-        return 0
-    x, weight, _, ln_weight, ln_bias = inputs
-    summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
-    return ENABLED | SUM * summed | GATHER * (sequence and weight.requires_grad)
 
 
 class Group(NamedTuple):
@@ -173,16 +161,6 @@ def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = Fal
     return lambda: gathering.whole(keep)
 
 
-def takes_part(inputs: tuple[Any, ...], differentiated: bool, ranks: Ranks, sink: Any) -> tuple[Tensor | None, Any]:
-    """Return (anchor, sink) of a step of autograd.
-
-    If no tensor of this rank requires a gradient the anchor does, so that this rank runs the step for the other ranks.
-    A frozen weight has a sink if `backward_dw` is a collective.
-    """
-    anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
-    return anchor, sink if ranks.gathers or inputs[1].requires_grad else None
-
-
 # A module's place among the ranks of a tensor-parallel group, with checks of what its constructor was told.
 
 NO_GROUP = (
@@ -190,7 +168,7 @@ NO_GROUP = (
 )
 
 
-class TensorParallel:
+class TensorParallel(Place):
     """The place of a module among the ranks of a tensor-parallel group.
 
     Copies share the group and pickles leave it out, as a process group can be neither copied nor pickled.
@@ -199,14 +177,7 @@ class TensorParallel:
     exact = False  # ranks may want different gradients
     _agreed: Group | None = None  # the place of calls with gradients enabled
 
-    def __init__(
-        self,
-        mode: str | None,
-        size: int,
-        sequence_parallel: bool,
-        delayed: bool,
-        overlaps: dict[str, bool],
-    ):
+    def __init__(self, mode: str | None, size: int, sequence_parallel: bool, delayed: bool, overlaps: dict[str, bool]):
         self.size = size
         self.exchanges = mode == "column" and size > 1
         self.sequence = sequence_parallel and size > 1
@@ -229,27 +200,10 @@ class TensorParallel:
         delayed, overlaps = self.options
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
-    def local(
-        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
-    ) -> tuple[Any, Any, Any]:
-        """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, norm_parameters
-
     def ranks(self) -> Group:
         if self._ranks is None:
             raise RuntimeError(f"LayerNormLinear: {NO_GROUP}")
         return self._ranks
-
-    def check_rows(self, function: str, x: Tensor) -> None:
-        if self.sequence and x.dim() < 2:
-            raise RuntimeError(
-                f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
-                f"{tuple(x.shape)}."
-            )
-
-    def wanted_by(self, inputs: Sequence[Tensor | None]) -> int:
-        """Return what this rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), in bits."""
-        return wanted(inputs, self.sequence)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Group:
         """Return the place of a call, with what any rank wants in `wanted`, as all take part in what one waits for.

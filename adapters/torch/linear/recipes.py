@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -200,13 +200,9 @@ def _of_fields(function: str, recipe: Any, kind: type) -> Any:
 # Which recipe is followed.
 
 
-class _Region(NamedTuple):
-    enabled: bool
-    recipe: Recipe | None
-
-
-# It holds for the whole process: autograd runs in its own threads what checkpoints compute again.
-_region: _Region | None = None
+# The recipe of the innermost context, None for no FP8, False outside of all. It holds for the whole process: autograd
+# runs in its own threads what checkpoints compute again.
+_innermost: Recipe | Literal[False] | None = False
 
 
 def autocast(
@@ -241,31 +237,31 @@ def autocast(
     ...     LayerNormLinear(16, 32, device="cpu")(torch.ones(2, 16)).shape
     torch.Size([2, 32])
     """
-    return _inside(_Region(bool(enabled), recognised("autocast", recipe) if enabled else None))
+    return _following(recognised("autocast", recipe) if enabled else None)
 
 
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> AbstractContextManager[None]:
     """Do what `autocast` does, with the names that TransformerEngine gave it before."""
-    return _inside(_Region(bool(enabled), recognised("fp8_autocast", fp8_recipe) if enabled else None))
+    return _following(recognised("fp8_autocast", fp8_recipe) if enabled else None)
 
 
 @contextmanager
-def _inside(region: _Region) -> Iterator[None]:
-    global _region
-    outer, _region = _region, region
+def _following(recipe: Recipe | None) -> Iterator[None]:
+    global _innermost
+    outer, _innermost = _innermost, recipe
     try:
         yield
     finally:
-        _region = outer
+        _innermost = outer
 
 
 def recipe_of(own: Recipe | None) -> Recipe | None:
     """Return the recipe that a module with this recipe of its own follows now; None for no FP8."""
-    if _region is None:
+    if _innermost is False:
         return own
-    return (own or _region.recipe) if _region.enabled else None
+    return None if _innermost is None else own or _innermost
 
 
 def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:

@@ -69,54 +69,47 @@ class Saved(NamedTuple):
     scale: Tensor | None = None  # `column_scale` of Weights
 
 
-class ProductGradients(Protocol):
-    """Computes the gradients of weight and bias of one backward pass when they are asked for."""
+class Products(Protocol):
+    """The products of a backward pass in one kind of numbers; z is computed once more when one of them needs it."""
 
     dtype: torch.dtype  # of y, and so of dy
-
-    def weight(self) -> Tensor:
-        """Return dyᵀ Z, (out, in)."""
-        ...
-
-    def bias(self) -> Tensor:
-        """Return Σ dy, (out,)."""
-        ...
-
-    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
-        """Add these rows of weight's gradient to `total`, or write them where `overwrite`."""
-        ...
-
-
-class Products(ProductGradients, Protocol):
-    """Both products of a backward pass in one kind of numbers."""
-
     extra_bytes: int  # memory that the two halves of the pass need side by side beyond what they need in turn
-    operands_of_dz: Any  # the tensors that `end_dz` frees
+    _gathering: Rows | None = None  # Z of all rows, if it was begun to be gathered
+
+    @property
+    def operands_of_dz(self) -> Any:
+        """Return the tensors that `end_dz` frees."""
 
     def begin_gathering(self) -> None:
         """Begin to gather Z of all rows."""
-        ...
 
     def dz(self, total: Rows, added: Tensor | None) -> None:
         """Begin to compute `total`, which is dy weight + added, summed over the ranks."""
-        ...
 
     def end_dz(self) -> None:
         """Prepare for the gradients of weight and bias, when dz is no longer needed."""
-        ...
+
+    def weight(self) -> Tensor:
+        """Return dyᵀ Z, (out, in)."""
+
+    def bias(self) -> Tensor:
+        """Return Σ dy, (out,)."""
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        """Add these rows of weight's gradient to `total`, or write them where `overwrite`."""
 
     def release(self) -> None:
         """Free Z, when the gradients of weight and bias are no longer needed either."""
-        ...
 
     def end_gathering(self) -> None:
         """Wait until the gathering of Z has ended."""
-        ...
+        if self._gathering is not None:
+            self._gathering.whole()
 
 
 # A function that takes the gradients of weight and bias in autograd's place. It returns the gradients that autograd
 # gets instead, or None.
-Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
+Sink = Callable[[Products], tuple[Tensor | None, Tensor | None]]
 
 
 def forward(

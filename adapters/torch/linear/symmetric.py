@@ -215,7 +215,7 @@ class _Exchanged(Rows):
             self.exchange.hear(self._buffer, rank, TAKEN)
         self._end = mark()
 
-    def _join(self) -> None:
+    def end(self) -> None:
         if self._end is not None:
             self.exchange.side.wait(self._end)
 
@@ -245,7 +245,7 @@ class _Gathering(_Exchanged):
         return self._whole
 
     def whole(self, keep: bool = False) -> Tensor:
-        self._join()
+        self.end()
         return self._whole.clone() if keep else self._whole
 
 
@@ -298,9 +298,6 @@ class _Summing(_Exchanged):
             self._terms[self.exchange.rank].copy_(own)
             torch.sum(self._terms, 0, out=self._sum)
         self._come = mark()
-
-    def end(self) -> None:
-        self._join()
 
     def result(self) -> Tensor:
         self.exchange.side.wait(self._come)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..norm.modules import parameter_of
 from .parameters import Part
-from .step import ProductGradients, Sink, without_autocast
+from .step import Products, Sink, without_autocast
 
 
 class WeightGradients(nn.Module):
@@ -61,7 +61,7 @@ class WeightGradients(nn.Module):
                     )
         return partial(self._take, is_first_microbatch is True)
 
-    def _take(self, overwrite: bool, gradients: ProductGradients) -> tuple[Tensor | None, Tensor | None]:
+    def _take(self, overwrite: bool, gradients: Products) -> tuple[Tensor | None, Tensor | None]:
         """Take gradients as a Sink does. Autograd gets none of them, or a tensor that stands for weight's gradient."""
         if self.delay_wgrad_compute:
             self._delayed.append(partial(self._weight_gradients, overwrite, gradients))
@@ -70,7 +70,7 @@ class WeightGradients(nn.Module):
             self._accumulate(overwrite, gradients)
         return self._stand_in(gradients.dtype), gradients.bias() if self._applied_biases else None
 
-    def _weight_gradients(self, overwrite: bool, gradients: ProductGradients) -> None:
+    def _weight_gradients(self, overwrite: bool, gradients: Products) -> None:
         """Compute the gradients that a backward pass has left to `backward_dw`."""
         rows = [part.rows for part in self._parts]
         if not any(weight.requires_grad for weight in self._weights):
@@ -84,7 +84,7 @@ class WeightGradients(nn.Module):
             for bias, gradient in zip(self._applied_biases, gradients.bias().split(rows), strict=True):
                 _add_gradient(bias, gradient)
 
-    def _accumulate(self, overwrite: bool, gradients: ProductGradients) -> None:
+    def _accumulate(self, overwrite: bool, gradients: Products) -> None:
         start = 0
         for part, weight in zip(self._parts, self._weights, strict=True):
             if weight.requires_grad:

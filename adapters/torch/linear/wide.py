@@ -20,6 +20,7 @@ from .step import (
     NOTHING,
     Inputs,
     Normalised,
+    Products,
     Saved,
     Step,
     matrix,
@@ -169,17 +170,14 @@ def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> 
     return torch.mm(a, b, out=out) if added is None else torch.addmm(added, a, b, out=out)
 
 
-class _Products:
-    """step.Products of the tensors as they are. z is computed once more when it is needed, unless it was kept."""
-
-    operands_of_dz = None
+class _Products(Products):
+    """The products of the tensors as they are. z is not computed once more if it was kept."""
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks):
         self.dtype = dy.dtype
         self._dy, self._saved, self._step, self._ranks = dy, saved, step, ranks
         # Each half needs one tensor of the size of z, unless z is kept anyway.
         self.extra_bytes = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
-        self._gathering: Rows | None = None
         self._rows: Tensor | None = None
 
     def begin_gathering(self) -> None:
@@ -217,9 +215,6 @@ class _Products:
             _product(dy[part], weight, None if added is None else added[part], place[part])
             total.send(rank)
 
-    def end_dz(self) -> None:
-        pass
-
     def weight(self) -> Tensor:
         """Return dyᵀ Z, laid out as weight is because autograd would copy another layout."""
         by_rows = self._saved.weight.stride(1) == 1
@@ -233,10 +228,6 @@ class _Products:
 
     def release(self) -> None:
         self._rows = None
-
-    def end_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.whole()
 
 
 def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:

@@ -33,18 +33,17 @@ REMEDY = (
 
 def forward_replaced(module: nn.Module) -> str:
     """Say why a module keeps its class, if its forward was replaced on the instance; else ""."""
-    if "forward" not in vars(module) or _has_its_own(module):
+    forward = vars(module).get("forward")
+    # A removed hook leaves the forward of the class on the instance.
+    is_its_own = (
+        getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    )
+    if "forward" not in vars(module) or is_its_own:
         return ""
     name = type(module).__name__
     if "_hf_hook" in vars(module):
         return f"{HOOKED} of this {name}"
     return f"the forward of this {name} was replaced on the instance"
-
-
-def _has_its_own(module: nn.Module) -> bool:
-    """Say whether the forward on an instance is that of its class, which a removed hook leaves there."""
-    forward = vars(module)["forward"]
-    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
 
 
 def remedies(left: dict[str, str]) -> list[str]:
@@ -73,11 +72,7 @@ class Swaps:
         self._made.append((module, original, cls))
 
     def undo(self, *attributes: str) -> None:
-        """Give every module its class back, and remove the attributes; a second call does nothing.
-
-        If a class was changed since by somebody else, RuntimeError is raised and nothing is done, as that change would
-        be lost.
-        """
+        """Give every module its class back and remove the attributes; raise if a class was changed since."""
         for module, original, replacement in self._made:
             if type(module) is not replacement:
                 raise RuntimeError(

@@ -20,13 +20,11 @@ from torch.overrides import TorchFunctionMode
 from ...expression import sigmoid, silu
 from ...fusion import Fused, fuse
 from ...operation import name_of
-from ..norm.functional import AUTOCAST_TO_FLOAT32
+from ..norm.functional import AUTOCAST_TO_FLOAT32, FLOATING, HALF
 from ..private import parameters_of
 
 PROBE_COLUMNS = 64  # the columns on which a norm without a weight is tried, which takes any number of them
 PROBE_EPS = 0.25
-HALF = (torch.float16, torch.bfloat16)
-DTYPES = (*HALF, torch.float32, torch.float64)
 FLOAT32 = (torch.float32, torch.float32)
 ACTIVATIONS = {"silu": silu, "sigmoid": sigmoid}
 Pair = tuple[torch.dtype, torch.dtype | None]  # the dtypes of x and weight
@@ -178,12 +176,13 @@ class _Trial:
         if formula is None:
             return None
         dtypes, changed = {}, {}
-        for pair in itertools.product(DTYPES, DTYPES if self.weight is not None or self.bias is not None else (None,)):
+        weight_dtypes = FLOATING if self.weight is not None or self.bias is not None else (None,)
+        for pair in itertools.product(FLOATING, weight_dtypes):
             try:
                 y = self._called(self.x, self.gate, pair)
             except RuntimeError:  # the module refuses such dtypes
                 continue
-            if y.dtype not in DTYPES or not self._agrees(y, formula, eps, self.x, self.gate, pair):
+            if y.dtype not in FLOATING or not self._agrees(y, formula, eps, self.x, self.gate, pair):
                 return None
             dtypes[pair] = y.dtype
             autocast = {self._under_autocast(dtype, pair) for dtype in HALF}

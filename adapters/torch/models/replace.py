@@ -173,12 +173,9 @@ def _why_left(module: nn.Module) -> str:
     """Say why a module that is not tried is left; "" if it is no norm."""
     original = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        scripted = "norm" in module.original_name.lower() and not list(module.children())
-        return (
-            f"torch.jit has compiled this {module.original_name}: replace first what is then compiled"
-            if scripted
-            else ""
-        )
+        name = module.original_name
+        scripted = f"torch.jit has compiled this {name}: replace first what is then compiled"
+        return scripted if "norm" in name.lower() and not list(module.children()) else ""
     for cls in original.__mro__[1:]:
         is_library_norm = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
         if cls is nn.LayerNorm or cls is nn.RMSNorm or (is_library_norm and not list(module.children())):

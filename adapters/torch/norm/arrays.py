@@ -22,9 +22,8 @@ from ...call.store import check_x, scales_shape
 from ...operation import NORMS, SEED, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
-from .calls import Call, call_of
+from .calls import call_of
 from .calls import family as family_of
-from .float8 import forward_of
 from .launching import Saved
 from .repeats import keep, known_call, remember_call
 
@@ -43,7 +42,11 @@ def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tup
         call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
         # flatten copies where no view is possible; the result is then copied back into out.
         target = out if len(shape) == 1 else out.flatten(-len(shape))
-        recipe = _recipe_to(call, rows, sm_margin, target)
+        key, rows_and_target = (call, sm_margin, "out"), (*rows, target)
+        recipe = known_call(key, rows_and_target)
+        if recipe is None:
+            recipe = launching.recipe_of(call, rows, sm_margin, target)
+            remember_call(key, rows_and_target, recipe)
         (y,), row_statistics = launching.forward_by(recipe, rows, (), eps, statistics, target)
         y = out if target.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
@@ -53,16 +56,6 @@ def norm(options: NormTuple, arrays: Sequence[Any], eps: float, out: Any) -> tup
         return (y if out is None else out.copy_(y),)
     y, row_statistics = functional.norm_with_statistics(operation, x, shape, *arguments)
     return (y if out is None else out.copy_(y), *row_statistics)
-
-
-def _recipe_to(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor) -> launching.Forward:
-    """Return the recipe of a forward pass that writes y to `out`."""
-    key, tensors_and_out = (call, sm_margin, "out"), (*tensors, out)
-    recipe = known_call(key, tensors_and_out)
-    if recipe is None:
-        recipe = launching.recipe_of(call, tensors, sm_margin, out)
-        remember_call(key, tensors_and_out, recipe)
-    return recipe
 
 
 @torch.no_grad()
@@ -101,6 +94,8 @@ def norm_backward(
 def _check_forward(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
     """Check the arguments of a forward pass and return (normalized_shape, dtype of y, eps, layouts)."""
     layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
+    if "fp8" in function:
+        check_x(function, layouts["x"])
     if dtype is not None:
         dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else core.dtype_name(function, dtype)
     options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
@@ -175,11 +170,6 @@ def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str])
     return layouts
 
 
-def mean_and_rstd(statistics: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Split what formulas.py calls statistics into mean and rstd; mean is None for rms_norm."""
-    return (statistics[0] if len(statistics) == 2 else None), statistics[-1]
-
-
 def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
     real = type(x) in functional.PLAIN and x.is_cuda and not torch.compiler.is_compiling()
     core.check_sm_margin(function, sm_margin, gpu.properties_of(function, x).sms if real else None)
@@ -209,26 +199,16 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
     """Run `Backend.norm_float8`; its results are not differentiable."""
     function, _, zero_centered_gamma, _, sm_margin, store = options
     x, weight, bias = tensors = tuple(arrays)
-    shape, eps = checked_once(_check_float8, function, tensors, (*options[1:5], eps))
+    shape, _, eps, _ = checked_once(_check_forward, function, (*tensors, None), (*options[1:5], eps))
     float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     present = {"x": x, "weight": weight, "bias": bias}
     rows = {name: functional.as_rows(tensor, len(shape)) for name, tensor in present.items() if tensor is not None}
-    results = float8.of_plain_norm(operation, rows, eps, sm_margin, float8.Scaling(store, scale))
+    results = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
     scales = results["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
     y8 = results["y8"].reshape(x.shape)
     return (y8, scales, results["y"].reshape(x.shape)) if store.wide else (y8, scales)
-
-
-def _check_float8(function, tensors, normalized_shape, zero_centered_gamma, dtype, sm_margin, eps):
-    """Check the arguments of a norm with FP8 output and return (normalized_shape, eps)."""
-    layouts = layouts_of(function, dict(zip(("x", "weight", "bias"), tensors, strict=True)), required=("x",))
-    check_x(function, layouts["x"])
-    options = core.NormOptions(function, normalized_shape, zero_centered_gamma, dtype, sm_margin, False)
-    shape, _ = core.check_forward(options, layouts)
-    _check_sm_margin(function, sm_margin, tensors[0])
-    return shape, core.check_eps(function, eps)
 
 
 # Operations made by `cunorm.fuse`.
@@ -243,8 +223,7 @@ def forward(options: CallOptions, arrays: Mapping[str, Any], eps: float, scale: 
     names = tuple(tensors)
     sm_margin = core.check_sm_margin(function, sm_margin, None)
     if store:
-        kinds = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin}
-        return forward_of(function, operation, tensors, scalars, eps, **kinds, store=store, scale=scale)
+        return float8.forward_of(options._replace(sm_margin=sm_margin), tensors, scalars, eps, scale)
     call = call_of(function, operation, names[1:], tuple(scalars), demanded, dtype, s_dtype, (sm_margin,) * 3)
     values, row_statistics = dispatch.run(call, tuple(tensors.values()), tuple(scalars.values()), eps, statistics)
     results = dict(zip(operation.returns, values, strict=True))
@@ -299,8 +278,8 @@ def backward(options: CallOptions, arrays: Mapping[str, Any], wanted: Sequence[s
         family = family_of(call, {name: layouts[name] for name in tensors})
         saved_tensors = tensors if s is None else {**tensors, "s": s}
         saved = Saved(tuple(saved_tensors), tuple(saved_tensors.values()), tuple(scalars.values()), statistics)
-        gradients = launching.backward(family, saved, dy, ds, tuple(wanted))
-        return dict(zip(wanted, gradients, strict=True))
+        recipe = launching.backward_recipe_of(family, saved, dy, ds, tuple(wanted))
+        return dict(zip(wanted, launching.backward_by(recipe, saved, dy, ds), strict=True))
     rows = getattr(torch, row_dtype)
     values = {**tensors, **scalars}
     gradients = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)

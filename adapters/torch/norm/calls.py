@@ -136,10 +136,7 @@ def _affine_call(
 
 
 class Family(NamedTuple):
-    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe.
-
-    Autograd hands the family from the forward pass to the backward pass, where a short key then finds the recipe.
-    """
+    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe."""
 
     call: Call
     layouts: dict[str, Layout]
@@ -214,9 +211,8 @@ _families: dict[Hashable, Family] = {}
 
 def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) -> dict[str, Tensor]:
     """Return the gradients that are dy itself, such as that of an operand added to the norm: no kernel writes them."""
-    call, layouts, *_ = family
-    through = call.through()
     if dy is None:
         return {}
-    kind = dy.shape, checks.dtype_name(dy.dtype)
-    return {name: dy for name in through if name in wanted and (layouts[name].shape, layouts[name].dtype) == kind}
+    layouts, kind = family.layouts, (dy.shape, checks.dtype_name(dy.dtype))
+    through = [name for name in family.call.through() if name in wanted]
+    return {name: dy for name in through if (layouts[name].shape, layouts[name].dtype) == kind}

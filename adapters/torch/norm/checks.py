@@ -39,6 +39,8 @@ def eps(function: str, value: Any, x: Tensor) -> float:
 
 def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
     """Return the margins of the forward pass, of the backward pass, and of a forward pass without a backward pass."""
+    if type(sm_margin) is int and sm_margin >= 0:
+        return sm_margin, sm_margin, sm_margin
     if not isinstance(sm_margin, Mapping):
         return (core.check_sm_margin(function, sm_margin, None),) * 3
     unknown = set(sm_margin) - set(SM_MARGINS)

@@ -58,9 +58,10 @@ class DecomposedNorm(operators.Norm):
 def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor:
     """Decompose the norm from `at_least` elements on, or in a CUDA graph; else return `own`.
 
-    In the former case nothing reads `own`, so that compiled code does not compute it.
+    In the former case nothing reads `own`, so that compiled code does not compute it. mode="reduce-overhead" asks for a
+    graph in inductor's options, which hold while AOTAutograd traces.
     """
-    if x.numel() < at_least and not _is_graphed(x):
+    if x.numel() < at_least and not (private.is_graphed_by_inductor() and x.device.type in GRAPHED):
         return own
     call = calls.affine_call(operation, weight, bias, own.dtype, (0, 0, 0))
     rows, *operands = (functional.as_rows(tensor, ndim) for tensor in functional.given(x, weight, bias))
@@ -68,14 +69,6 @@ def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor
     y, *_ = DecomposedNorm.apply(rows, options, *operands)
     y = y.reshape(x.shape)
     return y.contiguous() if own.is_contiguous() else y
-
-
-def _is_graphed(x: Tensor) -> bool:
-    """Say whether inductor, if it is the compiler, will record a CUDA graph.
-
-    mode="reduce-overhead" says so in inductor's options, which hold while AOTAutograd traces.
-    """
-    return private.is_graphed_by_inductor() and x.device.type in GRAPHED
 
 
 operators._library.impl("chosen_norm", _chosen_norm, "CompositeImplicitAutograd")
@@ -92,14 +85,10 @@ def norm(
     at_least: int,
 ) -> Tensor:
     """Return `own`, y as the model's own operators compute it, or `chosen_norm` if there will be a backward pass."""
-    if not (_may_be_ours(x) and operators.wants_gradient(x, weight, bias)):
+    may_be_ours = torch.compiler.is_dynamo_compiling() and not private.is_exporting() and x.dtype in functional.FLOATING
+    if not (may_be_ours and operators.wants_gradient(x, weight, bias)):
         return own
     function = NAMED[operation].norm
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     eps = checks.eps(function, eps, x)
     return torch.ops.cunorm.chosen_norm.default(own, x, weight, bias, operation, ndim, eps, at_least)
-
-
-def _may_be_ours(x: Tensor) -> bool:
-    """Say whether dynamo traces, not for an export, and x has a dtype that a kernel reads."""
-    return torch.compiler.is_dynamo_compiling() and not private.is_exporting() and x.dtype in functional.FLOATING

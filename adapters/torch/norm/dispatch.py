@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 
 from ...call import broadcasting
-from ..private import (
-    applied,
-    in_forward_mode,
-    is_batched,
-    nothing_else_listens,
-    nothing_listens,
-    under_functorch,
-)
+from ..private import applied, in_forward_mode, is_batched, nothing_else_listens, nothing_listens, under_functorch
 from . import calls, checks, formulas, launching, nodes, norm_nodes, operators, repeats
 from .calls import Call, Family
 from .launching import Saved
@@ -80,7 +73,7 @@ def run(
     if "torch.distributed.tensor" in sys.modules:  # else no tensor can be a DTensor
         from . import sharding
 
-        if sharding.is_sharded(tensors):
+        if isinstance(tensors[0], sharding.DTensor):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     if not call.affine:  # functional.py has checked plain norms
         layouts = {
@@ -150,10 +143,7 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
 
 
 def launchable(gradient: Tensor) -> bool:
-    """Say whether a backward pass for this gradient can be launched directly.
-
-    The gradient is a plain CUDA tensor, it is not differentiated again, and no mode or hook would be bypassed.
-    """
+    """Say whether a backward pass for this gradient can be launched directly; it is not differentiated again then."""
     return (
         type(gradient) is Tensor
         and gradient.is_cuda

@@ -7,16 +7,15 @@ values are the same.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...call import broadcasting
 from ...call import store as rules
+from ...call.backend import CallOptions
 from ...call.checks import Layout
 from ...call.store import Float8Store
 from ...operation import NAMED, Operation, name_of
@@ -25,90 +24,62 @@ from . import checks, dispatch, formulas, functional, launching, operators
 from .calls import Call, affine_call, call_of
 
 
-class Scaling(NamedTuple):
-    """How y is rounded to FP8. `scale` is for a store with one scale for all of y; it is computed if it is None."""
-
-    store: Float8Store
-    scale: Any
-
-
 def forward_of(
-    function: str,
-    operation: Operation,
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, float],
-    eps: float,
-    *,
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    sm_margin: int,
-    store: Float8Store,
-    scale: Any,
+    options: CallOptions, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], eps: float, scale: Any
 ) -> dict[str, Tensor]:
     """Check a call and return y8, y8_scale, y if it is wide and s if it is returned, by name.
 
-    `tensors` are x and the operands that are tensors, `numbers` the operands that are numbers.
+    `tensors` are x and the operands that are tensors, `numbers` the operands that are numbers. `scale` is for a store
+    with one scale for all of y; it is computed if it is None.
     """
+    function, operation, demanded, dtype, s_dtype, sm_margin, _, store, _, _ = options
+    assert store is not None
     rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
     refuse_gradients(function, "x and operands", tuple(tensors.values()))
+    scale = _scale(operation, tensors, store, scale)
     form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
     margins = (sm_margin,) * 3
-
-    def call() -> Call:
-        return call_of(*form, dtype, s_dtype, margins, store)
-
-    def unrounded() -> dict[str, Tensor]:
-        wide = call_of(*form, "float32", s_dtype, margins)
-        results, _ = dispatch.run(wide, tuple(tensors.values()), tuple(numbers.values()), eps, False)
-        return dict(zip(operation.returns, results, strict=True))
-
-    return run(call, unrounded, operation, tensors, numbers, eps, dtype, Scaling(store, scale))
+    values = tuple(tensors.values()), tuple(numbers.values()), eps
+    if _is_one_launch(tensors):
+        return _launched(call_of(*form, dtype, s_dtype, margins, store), *values, scale)
+    results, _ = dispatch.run(call_of(*form, "float32", s_dtype, margins), *values, False)
+    return _stored(dict(zip(operation.returns, results, strict=True)), dtype, tensors["x"], store, scale)
 
 
 def of_plain_norm(
-    name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, scaling: Scaling
+    name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, store: Float8Store, scale: Any
 ) -> dict[str, Tensor]:
     """Return what `forward_of` does, for a plain norm, by its name in NAMED, and arguments that are checked."""
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
-
-    def call() -> Call:
-        return affine_call(name, weight, bias, None, (sm_margin,) * 3, scaling.store)
-
-    def unrounded() -> dict[str, Tensor]:
-        return {"y": functional.norm(name, x, x.shape[-1:], weight, bias, eps, torch.float32, sm_margin)}
-
-    return run(call, unrounded, NAMED[name], tensors, {}, eps, None, scaling)
+    scale = _scale(NAMED[name], tensors, store, scale)
+    if _is_one_launch(tensors):
+        call = affine_call(name, weight, bias, None, (sm_margin,) * 3, store)
+        return _launched(call, tuple(tensors.values()), (), eps, scale)
+    y = functional.norm(name, x, x.shape[-1:], weight, bias, eps, torch.float32, sm_margin)
+    return _stored({"y": y}, None, x, store, scale)
 
 
-def run(
-    call: Callable[[], Call],
-    unrounded: Callable[[], dict[str, Tensor]],
-    operation: Operation,
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, float],
-    eps: float,
-    dtype: str | None,
-    scaling: Scaling,
+def _is_one_launch(tensors: Mapping[str, Tensor]) -> bool:
+    return not torch.compiler.is_compiling() and dispatch.at_once(tuple(tensors.values()))
+
+
+def _launched(
+    call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, scale: Tensor | None
 ) -> dict[str, Tensor]:
-    """Run a call with FP8 output and return its results by name.
+    """Return the results of the kernel by name."""
+    read = tensors if scale is None else (*tensors, scale)
+    recipe = launching.recipe_of(call, read, call.sm_margins[2])
+    results, _ = launching.forward_by(recipe, read, numbers, eps, False)
+    by_name = dict(zip(recipe.written, results, strict=True))
+    return by_name if scale is None else by_name | {"y8_scale": scale}
 
-    `call()` returns the call that one kernel runs. `unrounded()` returns the results with y in float32, and is used if
-    no kernel can be launched.
-    """
-    store, scale = scaling
-    x, inputs = tensors["x"], tuple(tensors.values())
-    scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
-    if not torch.compiler.is_compiling() and dispatch.at_once(inputs):
-        read = inputs if scales is None else (*inputs, scales)
-        fused_call = call()
-        recipe = launching.recipe_of(fused_call, read, fused_call.sm_margins[2])
-        results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
-        by_name = dict(zip(recipe.written, results, strict=True))
-        return by_name if scales is None else by_name | {"y8_scale": scales}
-    by_name = unrounded()
+
+def _stored(
+    by_name: dict[str, Tensor], dtype: str | None, x: Tensor, store: Float8Store, scale: Tensor | None
+) -> dict[str, Tensor]:
+    """Round a float32 y to FP8 and return the results by name, with y in `dtype`, by default that of x."""
     y, cols = by_name["y"], x.shape[-1]
-    y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scales)
+    y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scale)
     by_name["y8"] = y8.reshape(x.shape)
     by_name["y8_scale"] = scales.reshape(rules.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
     by_name["y"] = y.to(getattr(torch, dtype) if dtype else x.dtype)
@@ -124,13 +95,15 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
         )
 
 
-def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
-    """Return the one scale for all of y: `scale` if it is given, else one with which no value of y is too large."""
+def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor | None:
+    """Return the one scale for all of y, by default one with which no value is too large; None if there are several."""
+    if store.granularity != "tensor":
+        return None
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     if scale is not None:
         return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
     name = name_of(operation.norm, weight is not None and dict(operation.defaults)["weight"] == 0)
-    scale = bound(name, x, 1, weight, bias).amax() / FLOAT8[store.format]
+    scale = bound(name, x, weight, bias).amax() / FLOAT8[store.format]
     return torch.where(scale > 0, scale, 1.0)
 
 
@@ -186,12 +159,9 @@ def rounded(values: Tensor, name: str) -> Tensor:
     return values.clamp(-FLOAT8[name], FLOAT8[name]).to(getattr(torch, name))
 
 
-def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return, in float32, what |y_j| does not exceed whatever the values of x are.
-
-    The result has the shape of the normalised axes, the last `ndim` of x.
-    """
-    shape = x.shape[-ndim:]
-    gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
-    largest = gamma.abs() * rules.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+def bound(operation: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return, in float32 and with the shape of a row, what |y_j| does not exceed whatever the values of x are."""
+    cols = x.shape[-1]
+    gamma = x.new_ones(cols, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
+    largest = gamma.abs() * rules.largest_normalised(formulas.subtracts_mean(operation), cols)
     return largest if bias is None else largest + bias.float().abs()

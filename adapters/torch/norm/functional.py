@@ -163,10 +163,7 @@ def given(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 
 def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, key=None) -> Tensor:
-    """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`.
-
-    It can be traced.
-    """
+    """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`."""
     function, (x, weight, bias) = NAMED[operation].norm, x_weight_bias
     shape = checks.shape(function, normalized_shape)
     margins = checks.sm_margins(function, sm_margin)
@@ -181,22 +178,17 @@ def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, k
     eps = checks.eps(function, eps, x)
     if dtype is None:
         dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
-    call, rows = prepared(operation, x, ndim, weight, bias, dtype, margins)
+    if not dispatch.compiling():
+        checks.forward(operation, x, ndim, weight, bias, dtype)
+        if type(x) in PLAIN and x.is_cuda:
+            sms = gpu.properties_of(function, x).sms
+            for margin in margins:
+                check_sm_margin(function, margin, sms)
+    call, rows = in_rows(operation, x, ndim, weight, bias, dtype, margins)
     if at_once and key is not None and ndim == 1:
         return dispatch.run_new(key, call, rows, (), eps)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
     return y if ndim == 1 else y.reshape(x.shape)
-
-
-def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
-    """Check the tensors and return what `in_rows` does."""
-    if not dispatch.compiling():
-        checks.forward(operation, x, ndim, weight, bias, dtype)
-        if type(x) in PLAIN and x.is_cuda:
-            sms = gpu.properties_of(NAMED[operation].norm, x).sms
-            for margin in sm_margins:
-                check_sm_margin(NAMED[operation].norm, margin, sms)
-    return in_rows(operation, x, ndim, weight, bias, dtype, sm_margins)
 
 
 def in_rows(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:

@@ -23,24 +23,17 @@ class _AddNorm(Options):
     training: bool
     _shown = ("zero_centered_gamma", "s_dtype", "dropout_p")
 
-    def _options(self, x: Tensor) -> dict[str, Any]:
-        """Return the options of a call.
-
-        The seed is drawn by torch's generator of the device: torch.manual_seed repeats it, a checkpoint draws the same
-        one again, and each replay of a CUDA graph draws another one.
-        """
-        options: dict[str, Any] = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
-        options["sm_margin"] = self.sm_margin
-        if self.dropout_p and self.training:
-            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-            options |= {"dropout_p": self.dropout_p, "seed": seed}
-        return options
-
     def _added(
         self, add_norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *parameters: Any
     ) -> tuple[Tensor, Tensor]:
         """Return (y, s) by `add_norm`, with the normalised axes flattened; eps is the last of the `parameters`."""
-        options, shape = self._options(x), self.normalized_shape
+        options: dict[str, Any] = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
+        options["sm_margin"], shape = self.sm_margin, self.normalized_shape
+        if self.dropout_p and self.training:
+            # It is drawn by torch's generator of the device: torch.manual_seed repeats it, a checkpoint draws the same
+            # one again, and each replay of a CUDA graph draws another one.
+            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+            options |= {"dropout_p": self.dropout_p, "seed": seed}
         if isinstance(x, Tensor):
             checks.trailing_axes(type(self).__name__, x, shape)
         if len(shape) == 1:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from ...call import broadcasting
-from ...call.checks import Layout, row_strides
 from ...call.recipe import LaunchRecipe
 from ...kernel import device
-from ...plan.problem import RowStrides
 from .. import private
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -21,11 +19,14 @@ Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides,
 stream, current_device, empty = private.stream, private.current_device, private.empty
 
 
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    return tuple([*accumulate(shape[:0:-1], mul, initial=1)][: len(shape)][::-1])
+
+
 def contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:
     """Return a contiguous Memory of this shape and dtype."""
-    shape = tuple(shape)
-    strides = [*accumulate(shape[:0:-1], mul, initial=1)][: len(shape)]
-    return shape, tuple(strides[::-1]), dtype
+    return tuple(shape), strides(shape), dtype
 
 
 def properties_of(function: str, x: Tensor) -> device.Device:
@@ -43,19 +44,9 @@ def properties_of(function: str, x: Tensor) -> device.Device:
         ) from error
 
 
-def row_strides_of(tensor: Tensor) -> RowStrides | None:
-    """Return the strides from row to row of a tensor of rows; None if a kernel cannot access it without a copy."""
-    return row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), 1)
-
-
 def memory(shape: Sequence[int], dtype: str) -> Memory:
     """Return a contiguous Memory of this shape and dtype, by the name of the dtype."""
     return contiguously(shape, getattr(torch, dtype))
-
-
-def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this shape."""
-    return memory(shape, "float32")[1]
 
 
 def copies(
@@ -79,9 +70,18 @@ def copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int])
 
 
 def aligned(
-    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], x_shape: tuple[int, ...]
+    names: Sequence[str],
+    pointers: Sequence[int],
+    tensors: Sequence[Tensor | None],
+    x_shape: Sequence[int],
+    target: Tensor | None,
 ) -> bool:
-    """Say whether all tensors that are read by vectors begin at multiples of 16 bytes, as what torch allocates does."""
+    """Say whether all that is read or written by vectors begins at multiples of 16 bytes, as what torch allocates does.
+
+    `tensors` are those of `names`, and others that are not read by vectors. `target` is written to if it is given.
+    """
+    if target is not None and target.data_ptr() & 15:
+        return False
     together = 0
     for pointer in pointers:
         together |= pointer
@@ -89,5 +89,5 @@ def aligned(
         return True
     return not any(
         pointer & 15 and tensor is not None and broadcasting.read_by_vectors(name, tuple(tensor.shape), tuple(x_shape))
-        for name, pointer, tensor in zip(names, pointers, tensors, strict=True)
+        for name, pointer, tensor in zip(names, pointers, tensors, strict=False)
     )

@@ -6,6 +6,7 @@ in one question whether a call is like an earlier one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from ... import logs
 from ...call import broadcasting
 from ...call.backend import CallOptions
-from ...call.checks import Layout
+from ...call.checks import Layout, row_strides
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
 from ...operation import NORMS
@@ -42,25 +43,6 @@ class Saved(NamedTuple):
 # Forward.
 
 
-def forward(
-    call: Call,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    eps: float,
-    wants_statistics: bool,
-    *,
-    sm_margin: int,
-) -> tuple[list[Tensor], Tensor | None, Family]:
-    """Return (results in the order of `returns`, statistics as formulas.py has them, the Family for `backward`).
-
-    `tensors` are those of Call.names, followed by the scale if the call has a store with one scale for all of y. With a
-    store the results are those of Float8Store.results, without that scale.
-    """
-    recipe = recipe_of(call, tensors, sm_margin)
-    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics)
-    return results, statistics, recipe.family
-
-
 def forward_by(
     recipe: Forward,
     tensors: Sequence[Tensor],
@@ -69,9 +51,11 @@ def forward_by(
     wants_statistics: bool,
     out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+    """Return (results in the order of `returns`, statistics as formulas.py has them); y is written to a given `out`.
 
-    y is written to `out` if that is given, which is checked.
+    The recipe is for tensors of these layouts, at any address. They are those of Call.names, followed by the scale if
+    the call has a store with one scale for all of y. With a store the results are those of Float8Store.results, without
+    that scale.
     """
     index = tensors[0].get_device()
     if index != gpu.current_device():
@@ -85,7 +69,9 @@ def forward_by(
     if out is not None:
         together |= out.data_ptr()
     plan, copies, memory, written, statistics_memory, rstd_offset, order, family, sm_margin, aligned, temporary = recipe
-    if (together & 15 or not aligned) and _aligned(family.call, tensors, pointers, out) is not aligned:
+    if (together & 15 or not aligned) and aligned is not gpu.aligned(
+        family.call.names, pointers, tensors, tensors[0].shape, out
+    ):
         recipe = recipe_of(family.call, tensors, sm_margin, out)
         return forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
     if out is None or temporary:
@@ -119,17 +105,10 @@ def forward_by(
     return results, statistics
 
 
-def _aligned(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], out: Tensor | None) -> bool:
-    """Say whether all that a forward pass reads or writes by vectors begins at multiples of 16 bytes."""
-    count, shape = len(call.names), tensors[0].shape
-    return (out is None or not out.data_ptr() & 15) and gpu.aligned(
-        call.names, pointers[:count], tensors[:count], shape
-    )
-
-
 def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor | None = None) -> Forward:
     """Return the recipe of a forward pass, from the cache or from that of another number of rows if there is one."""
-    aligned = _aligned(call, tensors, [tensor.data_ptr() for tensor in tensors], out)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = gpu.aligned(call.names, pointers, tensors, tensors[0].shape, out)
     out_strides = None if out is None else out.stride()
     tensor_layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in tensors]
     key = (aligned, sm_margin, out_strides, *tensor_layouts)
@@ -154,7 +133,7 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
     """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
     if recipe.plan is None:
         return recipe._replace(temporary=True)
-    strides = gpu.row_strides_of(target)
+    strides = row_strides(Layout(tuple(target.shape), target.stride(), "", ""), 1)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
         return recipe._replace(temporary=True)
@@ -184,10 +163,7 @@ def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
 
 def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
     """Return the plan of a call that differs from an earlier one in its number of rows alone; `shape` is that of x."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return plan_of(like.problem.with_rows(rows), like.device)
+    return plan_of(like.problem.with_rows(math.prod(shape[:-1])), like.device)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -236,16 +212,6 @@ def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcastin
 # Backward.
 
 
-def backward(
-    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
-) -> list[Tensor]:
-    """Return the gradients of `wanted`, names of x and of operands; equal gradients are one tensor.
-
-    Shapes and devices are not checked, as autograd has done so.
-    """
-    return backward_by(backward_recipe_of(family, saved, dy, ds, wanted), saved, dy, ds)
-
-
 def known_backward(
     family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
 ) -> Backward | None:
@@ -280,10 +246,10 @@ def backward_by(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+    """Return the gradients that the recipe wants, of which equal ones are one tensor, dx written to `dx_out` if given.
 
-    With `in_place` dy is not needed any more, and dx takes its memory if it can. dx is written to `dx_out` if that is
-    given, which is checked.
+    The recipe is for tensors of these layouts, at any address. Shapes and devices are not checked, as autograd has done
+    so. With `in_place` dy is not needed any more, and dx takes its memory if it can.
     """
     names, saved_tensors, numbers, statistics = saved
     index = statistics.get_device()
@@ -298,7 +264,9 @@ def backward_by(
     if dx_out is not None:
         together |= dx_out.data_ptr()
     plan, copies, memory, written, wanted, places, sums, zeros, rstd_offset, order, family, aligned, temporary = recipe
-    if (together & 15 or not aligned) and _aligned_backward(family, names, tensors, pointers, dx_out) is not aligned:
+    if (together & 15 or not aligned) and aligned is not gpu.aligned(
+        ("dy", "ds", *names), pointers, tensors, family.layouts["x"].shape, dx_out
+    ):
         recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
         return backward_by(recipe, saved, dy, ds, in_place, dx_out)
     into = dx_out if not temporary else None
@@ -353,17 +321,6 @@ def takes_dx(dy: Tensor | None, recipe: Backward) -> bool:
     return (dy.shape, dy.stride(), dy.dtype) == memory["dx"]
 
 
-def _aligned_backward(family: Family, names, tensors, pointers, dx_out: Tensor | None) -> bool:
-    """Say whether all that a backward pass reads or writes by vectors begins at multiples of 16 bytes.
-
-    `tensors` are dy, ds and those of `names`.
-    """
-    shape = family.layouts["x"].shape
-    return (dx_out is None or not dx_out.data_ptr() & 15) and gpu.aligned(
-        ("dy", "ds", *names), pointers, tensors, shape
-    )
-
-
 def backward_recipe_of(
     family: Family,
     saved: Saved,
@@ -375,28 +332,22 @@ def backward_recipe_of(
     """Return the recipe of a backward pass, from the cache or from that of another number of rows if there is one."""
     names, tensors = ("dy", "ds", *saved.names), (dy, ds, *saved.tensors)
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    aligned = _aligned_backward(family, saved.names, tensors, pointers, dx_out)
+    aligned = gpu.aligned(names, pointers, tensors, family.layouts["x"].shape, dx_out)
     dx_out_strides = None if dx_out is None else dx_out.stride()
-    key = (
-        wanted,
-        names,
-        aligned,
-        dx_out_strides,
-        *[None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in tensors],
-    )
+    strides_and_dtypes = [None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in tensors]
+    key = (wanted, names, aligned, dx_out_strides, *strides_and_dtypes)
     recipe = family.recipes.get(key)
     if recipe is None:
-        named = dict(zip(names, tensors, strict=True))
         call, layouts, *_ = family
         function = f"backward of {call.function}"
-        tensor_layouts = [
-            None if tensor is None else checks.layout_in_memory(function, name, tensor)
-            for name, tensor in named.items()
-        ]
-        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *tensor_layouts))
+        read = {
+            name: None if tensor is None else checks.layout_in_memory(function, name, tensor)
+            for name, tensor in zip(names, tensors, strict=True)
+        }
+        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *read.values()))
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
-            recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
+            recipe = _backward_recipe(family, read, saved.statistics, wanted, aligned)
             if dx_out is not None:
                 recipe = _writing_to(recipe, function, "dx", dx_out)
             is_special = recipe.copies or recipe.sums or recipe.zeros
@@ -417,21 +368,17 @@ def _backward_of_rows(like: Backward, family: Family) -> Backward:
 
 
 def _backward_recipe(
-    family: Family, tensors: Mapping[str, Tensor | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
+    family: Family, given: Mapping[str, Layout | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
 ) -> Backward:
-    """Make the recipe of a backward pass."""
+    """Make the recipe of a backward pass that may read what is `given`, of which dy or ds may be None."""
     call, layouts, *_ = family
-    function = f"backward of {call.function}"
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     reads = backward_reads(call.operation, wanted, (*call.names, *call.numbers))
-    tensor_names = dict.fromkeys(("dy", "ds", *reads))
-    read = {name: checks.layout_in_memory(function, name, present[name]) for name in tensor_names if name in present}
+    read = {name: layout for name in dict.fromkeys(("dy", "ds", *reads)) if (layout := given.get(name)) is not None}
     leading = layouts["x"].shape[:-1]
-    statistics_layout = Layout(
-        leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device)
-    )
-    read |= {name: statistics_layout for name in NORMS[call.operation.norm].statistics if name in reads}
-    options = CallOptions(function, call.operation, call.demanded, s_dtype=call.s_dtype, sm_margin=call.sm_margins[1])
+    row_layout = Layout(leading, gpu.strides(leading), checks.dtype_name(statistics.dtype), str(statistics.device))
+    read |= {name: row_layout for name in NORMS[call.operation.norm].statistics if name in reads}
+    function, margin = f"backward of {call.function}", call.sm_margins[1]
+    options = CallOptions(function, call.operation, call.demanded, s_dtype=call.s_dtype, sm_margin=margin)
     device = gpu.properties_of(call.function, statistics)
     recipe = backward_recipe(options, given_of(call, layouts) | read, wanted, device, aligned=aligned)
     written = [name for name, _, _ in recipe.written]
@@ -439,10 +386,10 @@ def _backward_recipe(
     sums = {wanted.index(name): (axes, shape, getattr(torch, dtype)) for axes, (name, shape, dtype) in recipe.reduced}
     compute = statistics.dtype
     sums |= {place: ((0,), (), compute) for place, name in enumerate(wanted) if gradients[name] in recipe.totals}
-    names = (*tensors, "mean", "rstd", *written)
+    names = (*given, "mean", "rstd", *written)
     return Backward(
         plan=recipe.plan,
-        copies=gpu.copies(recipe, tuple(tensors), {name: layout.shape for name, layout in read.items()}),
+        copies=gpu.copies(recipe, tuple(given), {name: layout.shape for name, layout in read.items()}),
         gradients=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
         written=tuple(written),
         wanted=wanted,

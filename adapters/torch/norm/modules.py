@@ -62,7 +62,9 @@ class _Norm(Options):
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = parameter_of(self, "weight")
-        dtype = _autocast_dtype(x) if self.autocast_output else None
+        dtype = None
+        if self.autocast_output:
+            dtype = autocast_dtype(x) if isinstance(x, Tensor) else symbolic(autocast_dtype, x)
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
@@ -229,10 +231,6 @@ def is_left_to_torch(norm: Any, x: Tensor) -> bool:
     attributes, count = norm.__dict__, "_by_torch" if is_left else "_by_cunorm"
     attributes[count] = attributes.get(count, 0) + 1
     return is_left
-
-
-def _autocast_dtype(x: Tensor) -> Any:
-    return autocast_dtype(x) if isinstance(x, Tensor) else symbolic(autocast_dtype, x)
 
 
 def _chosen(own: Tensor, op: str, norm: LayerNorm | RMSNorm, x: Tensor, bias: Tensor | None) -> Tensor:

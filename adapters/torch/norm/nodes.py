@@ -20,8 +20,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -201,10 +201,14 @@ def _must_be_safe(*paths: Path) -> None:
 
 def _compile(file: Path) -> None:
     """Compile nodes.cpp into `file`, where it is loaded from, unless another process has done so meanwhile."""
+    import fcntl  # not on Windows
+
     try:
         file.parent.mkdir(0o755, parents=True, exist_ok=True)
         _must_be_safe(file.parent)
-        with _alone(file.with_suffix(".lock")):
+        with open(file.with_suffix(".lock"), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as lock:
+            with suppress(OSError):  # the file system may have no locks; a process that ends frees its own
+                fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 load()
             except ImportError:
@@ -213,17 +217,6 @@ def _compile(file: Path) -> None:
                 load()
     except OSError as error:
         raise ImportError(f"{file} cannot be written ({error}); CUNORM_CACHE_DIR may name another folder") from error
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Let one process at a time into the block, if the file system has locks; a process that ends frees its lock."""
-    import fcntl  # not on Windows
-
-    with open(lock, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _compiled() -> bytes:

@@ -80,8 +80,8 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return _apply(calls, eps, *tensors)
         if _is_one_launch(tensors[0], calls.first.dtype):
-            margin = calls.at_once.sm_margins[2]
-            (y, s), _, _ = launching.forward(calls.at_once, tensors, (), eps, False, sm_margin=margin)
+            recipe = launching.recipe_of(calls.at_once, tensors, calls.at_once.sm_margins[2])
+            (y, s), _ = launching.forward_by(recipe, tensors, (), eps, False)
             return y, s
     (s,), _ = dispatch.run(calls.first, tensors[:count], (), eps, False)
     (y,), _ = dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
@@ -102,13 +102,17 @@ class _NormAddNorm(torch.autograd.Function):
         first_tensors, then_operands = tensors[:count], tensors[count:]
         margin = calls.at_once.sm_margins[0]
         if _is_one_launch(first_tensors[0], calls.first.dtype):
-            (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, sm_margin=margin)
+            recipe = launching.recipe_of(calls.at_once, tensors, margin)
+            (y, s), statistics = launching.forward_by(recipe, tensors, (), eps, True)
             x_statistics, s_statistics = statistics.split(1)
             first, then = _family(calls.first, first_tensors), _family(calls.then, (s, *then_operands))
         else:
-            (s,), x_statistics, first = launching.forward(calls.first, first_tensors, (), eps, True, sm_margin=margin)
+            first_recipe = launching.recipe_of(calls.first, first_tensors, margin)
+            (s,), x_statistics = launching.forward_by(first_recipe, first_tensors, (), eps, True)
             then_tensors = (s, *then_operands)
-            (y,), s_statistics, then = launching.forward(calls.then, then_tensors, (), eps, True, sm_margin=margin)
+            then_recipe = launching.recipe_of(calls.then, then_tensors, margin)
+            (y,), s_statistics = launching.forward_by(then_recipe, then_tensors, (), eps, True)
+            first, then = first_recipe.family, then_recipe.family
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))

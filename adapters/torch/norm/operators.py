@@ -173,16 +173,10 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
 
 def _forward_cuda(x, operands, *arguments):
     options = Forward(*arguments)
-    call = options.call(operands)
-    results, statistics, _ = checks.raising_as_torch(
-        launching.forward,
-        call,
-        [x, *operands],
-        options.numbers,
-        options.eps,
-        options.wants_statistics,
-        sm_margin=options.sm_margin,
-    )
+    call, tensors = options.call(operands), [x, *operands]
+    recipe = checks.raising_as_torch(launching.recipe_of, call, tensors, options.sm_margin)
+    numbers, eps, wants_statistics = options.numbers, options.eps, options.wants_statistics
+    results, statistics = checks.raising_as_torch(launching.forward_by, recipe, tensors, numbers, eps, wants_statistics)
     return _three(x, options, dict(zip(call.operation.returns, results, strict=True)), statistics)
 
 
@@ -247,10 +241,7 @@ def has_own_kernel(call: Call, x: Tensor, operands: Sequence[Tensor]) -> bool:
 def forward_by_torch(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, statistics) of a plain norm, by torch's kernel where it has one.
-
-    The arguments are checked already, and the result has no derivative.
-    """
+    """Return (y, statistics) of a plain norm, without derivatives, by torch's kernel where it has one."""
     compute = formulas.compute_dtype(x)
     if not formulas.subtracts_mean(name):
         statistics = formulas.statistics_of(NAMED[name].norm, x.to(compute), eps)
@@ -266,10 +257,7 @@ def forward_by_torch(
 def backward_by_torch(
     name: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the gradients `wanted` of x, weight and bias, by torch's kernel where it has one.
-
-    They have the dtype of the arithmetic.
-    """
+    """Return the gradients `wanted` by name, in the dtype of the arithmetic, by torch's kernel where it has one."""
     if not formulas.subtracts_mean(name):
         return formulas.affine_backward(name, dy, x, statistics, weight, wanted)
     compute, shape = statistics.dtype, x.shape[-1:]
@@ -278,16 +266,9 @@ def backward_by_torch(
     # torch's kernel computes x * rstd - mean * rstd, which loses all digits if |mean| is much larger than the standard
     # deviation; so the mean is subtracted first.
     names = ("x", "weight", "bias")
-    gradients = torch.ops.aten.native_layer_norm_backward.default(
-        dy.to(compute),
-        x.to(compute) - mean,
-        shape,
-        torch.zeros_like(mean),
-        rstd,
-        gamma,
-        gamma,
-        [name in wanted for name in names],
-    )
+    mask, centred, zeros = [name in wanted for name in names], x.to(compute) - mean, torch.zeros_like(mean)
+    backward = torch.ops.aten.native_layer_norm_backward.default
+    gradients = backward(dy.to(compute), centred, shape, zeros, rstd, gamma, gamma, mask)
     return {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in wanted}
 
 
@@ -302,7 +283,8 @@ def _backward_cuda(dy, ds, x, operands, s, statistics, *arguments):
     if s is not None:
         tensors.append(s)
     saved = Saved((*call.names, "s") if s is not None else call.names, tensors, options.numbers, statistics)
-    return _each_once(launching.backward(family, saved, dy, ds, call.wanted(tuple(options.wanted))))
+    recipe = launching.backward_recipe_of(family, saved, dy, ds, call.wanted(tuple(options.wanted)))
+    return _each_once(launching.backward_by(recipe, saved, dy, ds))
 
 
 def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
@@ -461,10 +443,7 @@ def gradients(
     s: Tensor | None,
     statistics: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want.
-
-    They are differentiable if autograd is on.
-    """
+    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want."""
     names = call.wanted(tuple(options.wanted))
     if not names or (dy is None and ds is None):
         return [None] * len(tensors)

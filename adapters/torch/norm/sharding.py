@@ -15,11 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ...operation import SEED
-
-
-def is_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Say whether x, the first of the tensors, is a DTensor."""
-    return isinstance(tensors[0], DTensor)
+from .gpu import strides
 
 
 def run(
@@ -50,10 +46,7 @@ def run(
     results, statistics = run_local(call, local, numbers, eps, wants_statistics)
 
     def distributed(tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
-        strides = [1] * len(shape)
-        for axis in reversed(range(len(shape) - 1)):
-            strides[axis] = strides[axis + 1] * shape[axis + 1]
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=tuple(strides))
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=strides(shape))
 
     if statistics is not None:
         statistics_placements = [
