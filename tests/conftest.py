@@ -41,10 +41,13 @@ def gpu() -> tuple[str, str]:
     return (name if count == 1 else f"{count} x {name}"), ""
 
 
-def keep_programs_of_jax() -> None:
-    """XLA's programs for the CPU stay from run to run, as the stand-in's do: compiling them is two thirds of the time
-    of JAX's tests. Each worker has a folder of its own, because JAX does not write a file at once.
+def compile_less_for_jax() -> None:
+    """Let XLA's programs for the CPU stay from run to run, as the stand-in's do, and leave them unoptimised.
+
+    Compiling them is two thirds of the time of JAX's tests, and half of that is LLVM's optimisation. Each worker has a
+    folder of its own, because JAX does not write a file at once.
     """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests" / f"jax-{worker}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ def keep_programs_of_jax() -> None:
 
 
 if gpu()[1]:  # before a test imports JAX
-    keep_programs_of_jax()
+    compile_less_for_jax()
 
 
 def pytest_report_header(config):
