@@ -26,7 +26,7 @@ POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of t
 
 @functools.cache
 def gpu() -> tuple[str, str]:
-    """(name of the GPU, why there is none): one of them is empty."""
+    """Return (name of the GPU, why there is none), of which one is empty."""
     try:
         import cupy
     except ImportError as error:
@@ -87,7 +87,7 @@ def is_long_on_the_host(item) -> bool:
 
 
 def mark_quick(items) -> None:
-    """The first case of each test that can run here: a slice of every subject, also of one that is added tomorrow."""
+    """Mark the first case of each test that can run here: a slice of every subject, also of one added tomorrow."""
     seen = set()
     for item in items:
         test = (item.path, item.originalname)
@@ -127,7 +127,7 @@ def xp(request):
 
 @pytest.fixture
 def one_thread():
-    """Of torch: small products are slower on several, and other tests run beside."""
+    """Let torch compute on one thread: small products are slower on several, and other tests run beside this one."""
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def one_thread():
 
 @pytest.fixture
 def lines(caplog):
-    """What the logger says from now on, a call at a time; nothing of it above INFO."""
+    """A function that returns what the logger has said since it was last called, nothing of it above INFO."""
     caplog.set_level(logging.DEBUG, "cunorm")
 
     def said() -> list[str]:
@@ -152,7 +152,7 @@ def lines(caplog):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """What torch launches of fused operations is run on the stand-in for a GPU, and kept."""
+    """Run on the stand-in for a GPU what torch launches of fused operations, and keep what was launched."""
     import torch_stand_in
 
     return torch_stand_in.play(monkeypatch)

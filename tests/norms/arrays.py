@@ -32,9 +32,9 @@ def inputs(
     dy: str | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Rows of standard deviation 1 and mean +offset, -offset, ..., and dy that both terms of dx depend on.
+    """Return rows of standard deviation 1 and mean +offset, -offset, ..., and a dy on which both terms of dx depend.
 
-    weight, bias, dy: their dtypes, if not that of x.
+    `weight`, `bias` and `dy` name the dtypes of these arrays where they are not that of x.
     """
     random = numpy.random.default_rng(seed)
     source = xp if rows * cols > ON_GPU_ABOVE else numpy
@@ -60,7 +60,7 @@ def inputs(
 
 
 def misplaced(array: Array, offset: int) -> Array:
-    """A copy of a C-contiguous array that begins `offset` elements after a 256-byte boundary."""
+    """Return a copy of a C-contiguous array that begins `offset` elements after a 256-byte boundary."""
     buffer = _aligned_buffer(array, array.size + offset + GUARD)
     copy = buffer[offset : offset + array.size].reshape(array.shape)
     copy[...] = array
@@ -77,7 +77,7 @@ def _aligned_buffer(array: Array, size: int) -> Array:
 
 
 def in_wider_rows(array: Array, padding: int) -> Array:
-    """A copy of a matrix as the first columns of one with `padding` columns more."""
+    """Return a copy of a matrix as the first columns of one with `padding` columns more."""
     rows, cols = array.shape
     wider = type(array)((rows, cols + padding), array.dtype)
     wider[...] = 0
@@ -94,7 +94,7 @@ def bits(array: Array) -> Array:
 
 
 def same_bits(a: Array | None, b: Array | None) -> bool:
-    """Equal to the bit, NaNs included; None equals None."""
+    """Whether arrays are equal to the bit, NaNs included; None equals None."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.dtype == b.dtype and bool((bits(a) == bits(b)).all())

@@ -55,7 +55,7 @@ FLOAT64_ELEMENTS = 2**22  # their reference is NumPy's longdouble
 
 
 def shape_cases() -> list[Any]:
-    """(xp, rows, cols, dtype) for every shape and dtype: on the host where it is small, and on the GPU."""
+    """Return (xp, rows, cols, dtype) for every shape and dtype: on the host where it is small, and on the GPU."""
     cases = []
     for cols, row_counts, _ in SHAPES:
         for rows, dtype in itertools.product(row_counts, DTYPES):
@@ -74,8 +74,10 @@ TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20001, 65537, 262144, 600001)
 
 
 def adapter_cases() -> list[Any]:
-    """(xp, rows, cols, dtype) on the GPU, for what an adapter could get wrong by itself: which plan it runs and what it
-    passes. A row length of each tier, few rows and many; that kernels are right for every shape the core's tests show.
+    """Return (xp, rows, cols, dtype) on the GPU, for what an adapter can get wrong: which plan it runs, what it passes.
+
+    There is a row length of each tier, with few rows and many. The core's tests show that kernels are right for every
+    shape.
     """
     return [
         pytest.param("gpu", rows, cols, dtype, id=f"gpu-{rows}x{cols}-{dtype}", marks=pytest.mark.gpu)

@@ -10,7 +10,7 @@ OPS = ("layer_norm", "rms_norm")
 
 
 def forward(op: str, x: Any, weight: Any = None, bias: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """(y, mean, rstd); rms_norm has no mean and leaves bias aside."""
+    """Return (y, mean, rstd); rms_norm has no mean and ignores the bias."""
     if op == "layer_norm":
         return cunorm.layer_norm_forward(x, None, weight, bias, **options)
     y, rstd = cunorm.rms_norm_forward(x, None, weight, **options)
@@ -20,7 +20,7 @@ def forward(op: str, x: Any, weight: Any = None, bias: Any = None, **options: An
 def backward(
     op: str, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any = None, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """(dx, dweight, dbias); rms_norm has no dbias."""
+    """Return (dx, dweight, dbias); rms_norm has no dbias."""
     if op == "layer_norm":
         return cunorm.layer_norm_backward(dy, x, mean, rstd, weight, **options)
     if "output_mask" in options:
@@ -30,5 +30,5 @@ def backward(
 
 
 def bias_of(op: str, bias: Any) -> Any:
-    """What the reference must know of the bias."""
+    """Return the bias that the reference needs: rms_norm has none."""
     return bias if op == "layer_norm" else None

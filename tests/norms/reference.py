@@ -38,7 +38,7 @@ def module_of(array: Array) -> Any:
 
 
 def widen(array: Array) -> Array:
-    """The same values in wide format."""
+    """Return the same values in wide format."""
     xp = module_of(array)
     if array.dtype.name == "bfloat16":
         bits = array.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -49,7 +49,7 @@ def widen(array: Array) -> Array:
 
 
 def ulp(values: Array, dtype: str) -> Array:
-    """The distance of neighbouring numbers of `dtype` at the magnitude of wide `values`."""
+    """Return the distance of neighbouring numbers of `dtype` at the magnitude of wide `values`."""
     xp = module_of(values)
     precision, least = FORMATS[dtype]
     _, exponent = xp.frexp(values)  # |values| in [2^(exponent-1), 2^exponent)
@@ -58,7 +58,7 @@ def ulp(values: Array, dtype: str) -> Array:
 
 
 def narrow(values: Array, dtype: str) -> Array:
-    """Wide `values` in `dtype`, rounded once, ties to even."""
+    """Return wide `values` in `dtype`, rounded once, ties to even."""
     xp = module_of(values)
     unit = ulp(values, dtype)
     rounded = xp.rint(values / unit) * unit
@@ -170,7 +170,7 @@ def check_backward(
 
 
 def _wide(x: Array, *arrays: Array | None) -> list[Array | None]:
-    """All arrays widened, on the host unless x is large and CuPy can do it."""
+    """Return all arrays widened, on the host unless x is large and CuPy can do it."""
     to_host = x.size <= ON_GPU_ABOVE or x.dtype.name == "float64"
     return [
         None if array is None else widen(array.get() if to_host and hasattr(array, "get") else array)
@@ -183,7 +183,7 @@ def _row_largest(values: Array) -> Array:
 
 
 def _rounding(expected: Array, dtype: str, arithmetic: str) -> Array | float:
-    """The one rounding at the store, for a format narrower than the arithmetic."""
+    """Return the error of the one rounding at the store, where the format is narrower than the arithmetic."""
     return ulp(expected, dtype) / 2 if FORMATS[dtype][0] < FORMATS[arithmetic][0] else 0.0
 
 

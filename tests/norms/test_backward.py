@@ -17,7 +17,7 @@ MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask
 
 
 def gradients(op, x, dy, weight, **options):
-    """Of what our own forward pass saved."""
+    """The pass is that of what our own forward pass saved."""
     forward_options = {key: value for key, value in options.items() if key in ("zero_centered_gamma", "eps")}
     _, mean, rstd = forward(op, x, weight, **forward_options)
     options.pop("eps", None)
@@ -38,7 +38,7 @@ def test_every_shape(xp, op, rows, cols, dtype):
 @pytest.mark.parametrize("rows", [8, 3000])
 @pytest.mark.parametrize("cols", [33, 1000])
 def test_weight_gradients_lose_no_row(xp, op, rows, cols):
-    """float32 weights: the rounding of 16-bit gradients would hide a row among thousands."""
+    """Weights are float32, for the rounding of 16-bit gradients would hide a row among thousands."""
     x, dy, weight, _ = inputs(xp, rows, cols, "bfloat16", weight="float32")
     check_backward(op, gradients(op, x, dy, weight), dy, x, weight)
 

@@ -42,15 +42,19 @@ MANY = 9  # rows on the stand-in: threads take several one after the other
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", TABLES)
 def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
-    """Not on how many rows there are, where they lie, what is asked for, or how many multiprocessors are left free."""
+    """It does not depend on the number of rows, their addresses, the gradients, or the multiprocessors left free."""
     device = DEVICES[name]
-    asked: list[dict[str, Any]] = [{}]
+    gradients: list[dict[str, Any]] = [{}]
     if direction == "backward":
-        asked = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
+        gradients = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
     for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
-        for cols in {cols for found in matrix.lengths_of_tiers(direction, dtype, device).values() for cols in found}:
+        for cols in {
+            cols
+            for lengths_of_tier in matrix.lengths_of_tiers(direction, dtype, device).values()
+            for cols in lengths_of_tier
+        }:
             chosen = set()
-            for (rows, aligned, margin), wanted in product(BATCHES, asked):
+            for (rows, aligned, margin), wanted in product(BATCHES, gradients):
                 row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)
                 choice = tier_of(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
                 chosen.add(choice and (choice[0], choice[1].shape.order))
@@ -58,8 +62,8 @@ def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
 
 
 def orders(problems: Iterable[Problem], device: Device) -> set:
-    """In which orders the plans of these problems add up a row."""
-    specs = (getattr(step.spec, "rows", step.spec) for one in problems for step in plan(one, device).steps)
+    """Return the orders in which the plans of these problems add up a row."""
+    specs = (getattr(step.spec, "rows", step.spec) for asked in problems for step in plan(asked, device).steps)
     return {
         (spec.kernel.replace("_spread", ""), spec.shape.order)
         for spec in specs
@@ -78,15 +82,15 @@ def test_beside_a_dy_of_another_dtype_too(name):
     for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
         vector_cols = 16 // ITEMSIZE[x]
         for vectors in range(3072, 32769, 1664):
-            asked = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]
-            found = orders(
+            gradients = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]
+            orders_of_sums = orders(
                 (
                     problem("backward", rows, vectors * vector_cols, x, op=op, y=dy, wanted=wanted, aligned=aligned)
-                    for (rows, aligned), wanted in product(rows_and_addresses, asked)
+                    for (rows, aligned), wanted in product(rows_and_addresses, gradients)
                 ),
                 device,
             )
-            assert len(found) == 1, (op, x, dy, vectors * vector_cols, found)
+            assert len(orders_of_sums) == 1, (op, x, dy, vectors * vector_cols, orders_of_sums)
 
 
 @pytest.mark.parametrize("cols", [10007, 16384, 40960, 81920])
@@ -104,7 +108,7 @@ def test_few_rows_of_a_fused_operation_too(cols):
 
 
 class Dtypes(NamedTuple):
-    """Those of x and, where they are others, of the other arrays."""
+    """The dtype of x, and of every other array whose dtype is another."""
 
     x: str
     dy: str | None = None
@@ -114,7 +118,7 @@ class Dtypes(NamedTuple):
 
 
 def variants(xp: Any, rows: int, cols: int, dtypes: Dtypes, many: int) -> Iterator[tuple[str, slice, tuple]]:
-    """(name, which rows of the first variant these are, (x, dy, weight, bias, y)); `many` is a multiple of `rows`."""
+    """Yield (name, which rows of the first variant these are, (x, dy, weight, bias, y)); `rows` divides `many`."""
     made = inputs(xp, rows, cols, dtypes.x, dy=dtypes.dy, weight=dtypes.weight, bias=dtypes.bias)
     x, dy, weight, bias = (misplaced(array, 0) for array in made)
     y = xp.empty(x.shape, numpy_dtype("test", dtypes.y or dtypes.x))
@@ -137,13 +141,16 @@ def variants(xp: Any, rows: int, cols: int, dtypes: Dtypes, many: int) -> Iterat
 def assert_same_bits(
     run_forward: Callable, run_backward: Callable, xp: Any, cols: int, dtypes: Dtypes, many: int
 ) -> None:
-    """run_forward(x, weight, bias, y) -> (y, mean, rstd), run_backward(dy, x, mean, rstd, weight) -> dx."""
-    found: dict[str, tuple[slice, tuple]] = {}
+    """Assert that a row has the same bits in every variant.
+
+    The passes are run_forward(x, weight, bias, y) -> (y, mean, rstd) and run_backward(dy, x, mean, rstd, weight) -> dx.
+    """
+    results_of: dict[str, tuple[slice, tuple]] = {}
     for name, which, (x, dy, weight, bias, y) in variants(xp, ROWS, cols, dtypes, many):
         y, mean, rstd = run_forward(x, weight, bias, y)
-        found[name] = which, (y, mean, rstd, run_backward(dy, x, mean, rstd, weight))
-    _, expected = found["beside each other"]
-    for name, (which, results) in found.items():
+        results_of[name] = which, (y, mean, rstd, run_backward(dy, x, mean, rstd, weight))
+    _, expected = results_of["beside each other"]
+    for name, (which, results) in results_of.items():
         for result, first, what in zip(results, expected, ("y", "mean", "rstd", "dx"), strict=True):
             if first is not None:
                 rows = first[which]
@@ -186,16 +193,17 @@ def test_on_the_stand_in(op, cols, dtype, device):
 
 
 def lengths(dtype: str, op: str, device: Device) -> list[int]:
-    """For every tier one that is not whole vectors; in bfloat16 also its longest row, and lengths that were once wrong.
-    Each of the other dtypes by one norm: they differ in the width of a vector.
+    """Return for every tier a length that is not whole vectors; in bfloat16 also its longest, and lengths once wrong.
+
+    The other dtypes, which differ in the width of a vector, are tested with one norm.
     """
     vector_cols = 16 // ITEMSIZE[dtype]
     whole = dtype == "bfloat16"
-    found = {33333, 70001} if whole else set()
+    chosen = {33333, 70001} if whole else set()
     for direction in TABLES:
         for taken in matrix.lengths_of_tiers(direction, dtype, device).values():
-            found |= {*([taken[-1]] if whole else []), *[cols for cols in taken if cols % vector_cols][-1:]}
-    return sorted(found) if whole or op == "layer_norm" else []
+            chosen |= {*([taken[-1]] if whole else []), *[cols for cols in taken if cols % vector_cols][-1:]}
+    return sorted(chosen) if whole or op == "layer_norm" else []
 
 
 # Some lengths of every tier, each beside arrays of other dtypes; those of 33024 columns and more were once wrong.

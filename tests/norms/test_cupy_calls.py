@@ -25,11 +25,11 @@ OPTIONS = {"zero_centered_gamma": True}
 def arrays(monkeypatch):
     """x, dy, weight, bias"""
     cpu_cupy.play(monkeypatch)
-    return [cpu_cupy.asarray(one) for one in inputs(numpy, 5, 40, "float16")]
+    return [cpu_cupy.asarray(array) for array in inputs(numpy, 5, 40, "float16")]
 
 
-def both(x, dy, weight, bias, shape=None, **outs) -> list[Any]:
-    """All that a forward pass and the backward pass of it return."""
+def both_passes(x, dy, weight, bias, shape=None, **outs) -> list[Any]:
+    """Return all results of a forward pass and of its backward pass."""
     out = {"out": outs["out"]} if outs else {"dtype": "float32"}
     y, mean, rstd = cunorm.layer_norm_forward(x, shape, weight, bias, 1e-3, **out, **OPTIONS)
     dx_out = {"dx_out": outs["dx_out"]} if outs else {}
@@ -42,15 +42,15 @@ def both(x, dy, weight, bias, shape=None, **outs) -> list[Any]:
     ]
 
 
-def all_same(found, expected) -> bool:
-    return all((a is b is None) or same_bits(a, b) for a, b in zip(found, expected, strict=True))
+def all_same(results, expected) -> bool:
+    return all((a is b is None) or same_bits(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, given):
-    """With every option of the call. `given`: memory for y and dx."""
+    """The call has every option; `given` says whether it brings memory for y and dx."""
     outs = [{name: backend.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
-    expected = both(*arrays, **(outs[0] if given else {}))
+    expected = both_passes(*arrays, **(outs[0] if given else {}))
     current, launched = [7], []
 
     @contextlib.contextmanager
@@ -68,22 +68,22 @@ def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, gi
     monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
     monkeypatch.setattr(backend.cupy.cuda, "Device", device)
     monkeypatch.setattr(backend, "launch", SimpleNamespace(run=run))
-    found = both(*arrays, **(outs[1] if given else {}))
-    assert all_same(found, expected)
-    assert not given or (found[0] is outs[1]["out"] and found[3] is outs[1]["dx_out"])
+    results = both_passes(*arrays, **(outs[1] if given else {}))
+    assert all_same(results, expected)
+    assert not given or (results[0] is outs[1]["out"] and results[3] is outs[1]["dx_out"])
     assert (launched, current) == ([0, 0], [7])
 
 
 def test_a_shape_without_a_hash_is_as_good_as_one_with(arrays):
-    expected = both(*arrays, shape=(40,))
-    assert all_same(both(*arrays, shape=[40]), expected)
+    expected = both_passes(*arrays, shape=(40,))
+    assert all_same(both_passes(*arrays, shape=[40]), expected)
 
 
 def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
-    expected = both(*arrays)
+    expected = both_passes(*arrays)
     for name in ("forward_recipe", "backward_recipe", "run"):
         monkeypatch.setattr(backend, name, None)
-    assert all_same(both(*arrays), expected)
+    assert all_same(both_passes(*arrays), expected)
 
 
 def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays):

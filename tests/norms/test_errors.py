@@ -335,7 +335,7 @@ def accepted(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(xp: Any, function: str, good: dict[str, Any], bad: Bad) -> dict[str, Any]:
-    """The arguments of a bad call. rms_norm has no dbias."""
+    """Return the arguments of a bad call; rms_norm has no dbias."""
     arguments = accepted(function, good) | bad.change(xp, good)
     if function == "rms_norm_backward" and len(arguments.get("output_mask") or ()) == 3:
         arguments["output_mask"] = arguments["output_mask"][:2]
@@ -364,7 +364,7 @@ def test_the_good_arguments_are_good(xp, function):
 
 @pytest.mark.parametrize(("good", "bad"), [(COLS, 8.0), ((COLS,), (8.0,)), ((1, COLS), (True, COLS))], ids=repr)
 def test_what_equals_an_accepted_shape_is_not_accepted(xp, good, bad):
-    """The GPU's path remembers what it has accepted."""
+    """A good call goes before, for the GPU's path remembers what it has accepted."""
     x = xp.ones((1, COLS), "float32")
     cunorm.layer_norm(x, good)
     with pytest.raises(TypeError, match=r"^layer_norm: normalized_shape must"):
@@ -427,7 +427,7 @@ def test_a_cuda_array_that_cannot_be_read():
 
 
 def test_a_cuda_array_without_a_gpu_or_driver():
-    """As where the driver is missing or too old for CuPy."""
+    """So it is where the driver is missing or too old for CuPy."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     try:
         cupy.cuda.runtime.getDeviceCount()

@@ -30,22 +30,22 @@ def float8(op: str, x: Any, weight: Any = None, bias: Any = None, **options: Any
 
 
 def wide(op: str, x: Any, weight: Any = None, bias: Any = None, **options: Any) -> numpy.ndarray:
-    """y in float32, [rows, cols]: what is rounded to 8 bits."""
+    """Return y in float32, [rows, cols], as it is before it is rounded to 8 bits."""
     parameters = (weight, bias) if op == "layer_norm" else (weight,)
     return on_host(getattr(cunorm, op)(x, None, *parameters, dtype="float32", **options))
 
 
 def blocks(y: numpy.ndarray, granularity: str | int) -> numpy.ndarray:
-    """[rows, blocks, columns that share a scale], zeros behind the last."""
+    """Return y as [rows, blocks, columns that share a scale], with zeros behind the last column."""
     rows, cols = y.shape
     width = granularity if isinstance(granularity, int) else cols
     return numpy.pad(y, ((0, 0), (0, -cols % width))).reshape(rows, -1, width)
 
 
-def check(y: numpy.ndarray, found: Any, scale: Any, granularity: str | int, dtype: str) -> None:
-    """By the definition, with float32 y: every byte; scales within 1 ulp."""
-    found, scale = on_host(found), on_host(scale)
-    assert (found.dtype, found.shape, scale.dtype) == (numpy.uint8, y.shape, numpy.float32)
+def check(y: numpy.ndarray, y8: Any, scale: Any, granularity: str | int, dtype: str) -> None:
+    """Hold every byte against the definition with float32 y, and scales within 1 ulp."""
+    y8, scale = on_host(y8), on_host(scale)
+    assert (y8.dtype, y8.shape, scale.dtype) == (numpy.uint8, y.shape, numpy.float32)
     largest_number = numpy.float32(LARGEST[dtype])
     if granularity == "tensor":
         multiplier = numpy.float32(1) / scale.reshape(1, 1)
@@ -59,8 +59,8 @@ def check(y: numpy.ndarray, found: Any, scale: Any, granularity: str | int, dtyp
     with numpy.errstate(over="ignore"):
         scaled = blocks(y, granularity) * multiplier[:, :, None]
     scaled = numpy.clip(scaled, -largest_number, largest_number).reshape(len(y), -1)[:, : y.shape[1]]
-    wrong = numpy.argwhere(scaled.astype(TYPES[dtype]).view(numpy.uint8) != found)
-    assert len(wrong) == 0, f"{len(wrong)} bytes of {found.size} are wrong, the first at {wrong[0]}"
+    wrong = numpy.argwhere(scaled.astype(TYPES[dtype]).view(numpy.uint8) != y8)
+    assert len(wrong) == 0, f"{len(wrong)} bytes of {y8.size} are wrong, the first at {wrong[0]}"
 
 
 class Run(NamedTuple):
@@ -114,8 +114,8 @@ def check_on_stand_in(monkeypatch: Any, run: Run, granularity: str | int, machin
     cpu_cupy.play(monkeypatch, run.device, machine)
     for op, dtype in zip(OPS, TYPES, strict=True):
         x, _, weight, bias = map(cpu_cupy.asarray, inputs(numpy, run.rows, run.cols, run.dtype))
-        found, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
-        check(wide(op, x, weight, bias), found, scale, granularity, dtype)
+        y8, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
+        check(wide(op, x, weight, bias), y8, scale, granularity, dtype)
         assert same_bits(on_host(y), on_host(getattr(cunorm, op)(x, None, *(weight, bias)[: 2 if op == OPS[0] else 1])))
 
 
@@ -140,13 +140,13 @@ def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
     for kind in ("bfloat16", "float32"):
         x, _, weight, bias = inputs(xp, rows, cols, kind, weight="float32")
         options = {"zero_centered_gamma": kind == "float32"}
-        found, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype, **options)
-        check(wide(op, x, weight, bias, **options), found, scale, granularity, dtype)
-        assert (type(found), y.dtype) == (type(x), x.dtype)
+        y8, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype, **options)
+        check(wide(op, x, weight, bias, **options), y8, scale, granularity, dtype)
+        assert (type(y8), y.dtype) == (type(x), x.dtype)
         again = getattr(cunorm, f"{op}_fp8")(
             x, None, *(weight, bias)[: 2 if op == "layer_norm" else 1], granularity=granularity, dtype=dtype, **options
         )
-        assert all(same_bits(a, b) for a, b in zip(again, (found, scale), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(again, (y8, scale), strict=True))
 
 
 def check_edges(asarray: Any, cols: int, granularity: str | int) -> None:
@@ -157,14 +157,14 @@ def check_edges(asarray: Any, cols: int, granularity: str | int) -> None:
     x[1], x[2, -1], x[3, 0] = 0, numpy.inf, numpy.nan
     weight = numpy.linspace(-1, 1, cols, dtype="float32")
     options = {"granularity": granularity}
-    found, scale = map(on_host, cunorm.rms_norm_fp8(asarray(x), None, asarray(weight), **options))
+    y8, scale = map(on_host, cunorm.rms_norm_fp8(asarray(x), None, asarray(weight), **options))
     scale = scale.reshape(5, -1)
     assert (scale[1] == 1).all(), "the scale of zeros"
-    assert not (found[1] & 0x7F).any()
+    assert not (y8[1] & 0x7F).any()
     assert numpy.isnan(scale[2]).any(), "an infinite x makes NaN of it"
     assert numpy.isnan(scale[3]).all(), "the scale of NaN"
     assert numpy.isfinite(scale[[0, 4]]).all()
-    assert same_bits(found[0], found[4])
+    assert same_bits(y8[0], y8[4])
     x = asarray(inputs(numpy, 3, cols, "float32").x)
     weight[:] = numpy.inf
     _, scale = map(on_host, cunorm.rms_norm_fp8(x, None, asarray(weight), **options))
@@ -193,8 +193,8 @@ def check_rounding(asarray: Any, dtype: str) -> None:
     x = inputs(numpy, 2, len(values), "float32").x
     arrays = map(asarray, (x, numpy.zeros_like(values), values))
     x, weight, bias = arrays
-    found, scale = cunorm.layer_norm_fp8(x, None, weight, bias, granularity="tensor", scale=1.0, dtype=dtype)
-    check(numpy.stack([values, values]), found, scale, "tensor", dtype)
+    y8, scale = cunorm.layer_norm_fp8(x, None, weight, bias, granularity="tensor", scale=1.0, dtype=dtype)
+    check(numpy.stack([values, values]), y8, scale, "tensor", dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -208,18 +208,18 @@ def test_no_value_exceeds_the_scale_that_is_known_beforehand(xp, op):
     x = numpy.zeros((1, 1000), "float32")
     x[0, 3] = 1e4
     weight, bias = (xp.asarray(numpy.full(1000, value, "float32")) for value in (2.0, 1.5))
-    found, scale, _ = float8(op, xp.asarray(x), weight, bias, granularity="tensor", eps=0.0)
+    y8, scale, _ = float8(op, xp.asarray(x), weight, bias, granularity="tensor", eps=0.0)
     largest = abs(wide(op, xp.asarray(x), weight, bias, eps=0.0)).max()
     assert 0.999 < largest / (448 * float(scale)) < 1 + 2**-20
-    assert on_host(found)[0, 3] == 0x7E
+    assert on_host(y8)[0, 3] == 0x7E
 
 
 @pytest.mark.parametrize("scale", [0.01, "array"])
 def test_a_scale_that_is_given(xp, scale):
     x = inputs(xp, 9, 1000, "float16").x
     given = xp.asarray(numpy.array([0.001], "float32")) if scale == "array" else scale
-    found, used = cunorm.layer_norm_fp8(x, granularity="tensor", scale=given)
-    check(wide("layer_norm", x), found, used, "tensor", "e4m3")
+    y8, used = cunorm.layer_norm_fp8(x, granularity="tensor", scale=given)
+    check(wide("layer_norm", x), y8, used, "tensor", "e4m3")
     assert float(used) == numpy.float32(0.001 if scale == "array" else scale)
 
 
@@ -236,11 +236,11 @@ def test_a_row_does_not_know_the_others(xp, cols, granularity):
 def test_any_number_of_axes(xp):
     x, _, weight, bias = inputs(xp, 6, 60, "float32")
     flat = cunorm.layer_norm_fp8(x, None, weight, bias)
-    found, scale = cunorm.layer_norm_fp8(x.reshape(2, 3, 5, 12), None, weight.reshape(5, 12), bias.reshape(5, 12))
-    assert (found.shape, scale.shape) == ((2, 3, 5, 12), (2, 3))
-    assert same_bits(found.reshape(6, 60), flat[0])
-    found, scale = cunorm.layer_norm_fp8(x[:0], None, weight, bias, granularity=128)
-    assert (found.shape, scale.shape) == ((0, 60), (0, 1))
+    y8, scale = cunorm.layer_norm_fp8(x.reshape(2, 3, 5, 12), None, weight.reshape(5, 12), bias.reshape(5, 12))
+    assert (y8.shape, scale.shape) == ((2, 3, 5, 12), (2, 3))
+    assert same_bits(y8.reshape(6, 60), flat[0])
+    y8, scale = cunorm.layer_norm_fp8(x[:0], None, weight, bias, granularity=128)
+    assert (y8.shape, scale.shape) == ((0, 60), (0, 1))
 
 
 WRONG = [

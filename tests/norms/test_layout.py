@@ -41,7 +41,7 @@ def test_a_misaligned_base_changes_no_bit(xp, op, cols, dtype):
 @pytest.mark.parametrize("cols", TIER_COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_apart_in_memory(xp, op, padding, cols, dtype):
-    """x, dy and out as columns of wider matrices; what lies between the rows of out stays."""
+    """x, dy and out are columns of wider matrices, and what lies between the rows of out stays."""
     x, dy, weight, bias = inputs(xp, 5 if cols < 100_000 else 2, cols, dtype)
     y, mean, rstd = forward(op, x, weight, bias)
     gradients = backward(op, dy, x, mean, rstd, weight)
@@ -133,7 +133,7 @@ def test_strided_parameters_and_statistics(xp, op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [33, 1000, 20000])
 def test_one_row_seen_many_times(xp, op, cols):
-    """A broadcast x or dy, whose rows are all at one address."""
+    """All rows of a broadcast x or dy are at one address."""
     x, dy, weight, bias = inputs(xp, 1, cols, "float16")
     many = (300, cols)
     expected = forward(op, xp.ascontiguousarray(xp.broadcast_to(x, many)), weight, bias)
@@ -158,7 +158,7 @@ def test_in_place(xp, op, cols, dtype):
 
 
 def test_out_beside_x_in_one_buffer(xp):
-    """Rows that interleave but share no element."""
+    """The rows interleave but share no element."""
     x, _, weight, bias = inputs(xp, 5, 64, "float32")
     buffer = xp.zeros((5, 128), "float32")
     buffer[:, :64] = x

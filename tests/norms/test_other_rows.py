@@ -76,13 +76,13 @@ def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
     def followed(rows: int) -> Any:
         runs.plans.clear()
         results = CALLS[name](rows)
-        plans = [(one.problem, one.steps, one.tier, one.groups, one.workspace) for one in runs.plans]
-        return [(one.shape, one.dtype) for one in results if one is not None], plans
+        plans = [(ran.problem, ran.steps, ran.tier, ran.groups, ran.workspace) for ran in runs.plans]
+        return [(array.shape, array.dtype) for array in results if array is not None], plans
 
-    found = [followed(rows) for rows in ROWS]
-    for rows, one in zip(ROWS, found, strict=True):
+    behind_each_other = [followed(rows) for rows in ROWS]
+    for rows, plans_and_results in zip(ROWS, behind_each_other, strict=True):
         forget(monkeypatch)
-        assert followed(rows) == one
+        assert followed(rows) == plans_and_results
 
 
 CLOSE = [name for name in CALLS if not re.search("views|modulate|fp8", name)]
@@ -91,8 +91,8 @@ CLOSE = [name for name in CALLS if not re.search("views|modulate|fp8", name)]
 @pytest.mark.parametrize("name", CLOSE)
 def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
     CALLS[name](5)
-    for one in ("forward_problem", "backward_problem", "_kinds"):
-        monkeypatch.setattr(recipe, one, lambda *_, **__: pytest.fail("made again"))
+    for function in ("forward_problem", "backward_problem", "_kinds"):
+        monkeypatch.setattr(recipe, function, lambda *_, **__: pytest.fail("made again"))
     for rows in (3000, 2, 40_000):
         CALLS[name](rows)
 

@@ -40,9 +40,9 @@ CPU_ROWS, CPU_COLUMNS = 5, 5120
 LENGTHS = sorted(
     {1, 2, 3, 7, 31, 33, 768, 1000, 4096, 5120}.union(
         *(
-            (found[0], found[len(found) // 2], found[-1])
+            (lengths[0], lengths[len(lengths) // 2], lengths[-1])
             for direction in TABLES
-            for tier, found in lengths_of_tiers(direction, "float16", device.KNOWN[90]).items()
+            for tier, lengths in lengths_of_tiers(direction, "float16", device.KNOWN[90]).items()
             if tier is not None
         )
     )
@@ -58,7 +58,7 @@ several = settings(
 
 
 class Call(NamedTuple):
-    """What is asked of a pass over an array of shape (*leading, *normalised)."""
+    """The arguments of a pass over an array of shape (*leading, *normalised)."""
 
     op: str
     leading: tuple[int, ...]
@@ -129,7 +129,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def laid_out(xp: Any, values: numpy.ndarray, layout: str, start: int) -> tuple[Any, Any]:
-    """(the memory, an array of these values in it): the memory is everything from a guard before to one behind."""
+    """Return (memory, an array of these values in it); the memory reaches from a guard before to one behind."""
     shape = values.shape
     if layout == "transposed" and values.ndim > 1:
         memory, inner = _memory(xp, (shape[1], shape[0], *shape[2:]), values.dtype, start)
@@ -168,7 +168,7 @@ def matrix_of(array: Any, cols: int) -> numpy.ndarray:
 
 
 def numbers(call: Call) -> tuple[numpy.ndarray, ...]:
-    """x, dy, weight, bias, as they are drawn; weight and bias have their dtype or, where there is none, that of x."""
+    """Return x, dy, weight and bias as they are drawn; weight and bias have their dtype or else that of x."""
     random = numpy.random.default_rng(call.seed)
     shape = call.leading + call.normalised
     sign = random.choice((-1.0, 1.0))
@@ -181,7 +181,7 @@ def numbers(call: Call) -> tuple[numpy.ndarray, ...]:
 
 
 def run(xp: Any, call: Call) -> None:
-    """Both passes of a call, held against the reference; nothing but `out` and `dx_out` may change."""
+    """Hold both passes of a call against the reference; nothing but `out` and `dx_out` may change."""
     cols = int(numpy.prod(call.normalised))
     values = numbers(call)
     layouts = (call.layouts[0], call.layouts[1], call.layouts[3], call.layouts[3])
@@ -206,18 +206,18 @@ def run(xp: Any, call: Call) -> None:
                 return written("apart", name, dtype, pass_over)
             results = pass_over(array)
             assert results[0] is array
-            results = tuple(None if one is None else on_host(one).copy() for one in results)
+            results = tuple(None if array is None else on_host(array).copy() for array in results)
             array[...] = xp.asarray(values[place])  # as it was, or what lies around it was written to
             return results
         if where == "none":
-            return tuple(None if one is None else on_host(one) for one in pass_over(None))
+            return tuple(None if array is None else on_host(array) for array in pass_over(None))
         sevens = narrow(numpy.full(values[0].shape, 7.0), dtype)
         memory, out = laid_out(xp, sevens, call.layouts[2], call.misplaced[2])
         outside = on_host(memory) == 0
         results = pass_over(out)
         assert results[0] is out
         assert (on_host(memory)[outside] == 0).all(), f"memory around {name} was written to"
-        return tuple(None if one is None else on_host(one) for one in results)
+        return tuple(None if array is None else on_host(array) for array in results)
 
     function = cunorm.layer_norm_forward if call.op == "layer_norm" else cunorm.rms_norm_forward
     parameters = (weight, bias) if call.op == "layer_norm" else (weight,)
@@ -234,7 +234,7 @@ def run(xp: Any, call: Call) -> None:
     mean, rstd = kept if call.op == "layer_norm" else (None, *kept)
     flat_bias = None if bias is None or call.op == "rms_norm" else on_host(bias).reshape(cols)
     statistics = [None, *statistics] if call.op == "rms_norm" else statistics
-    of_rows = [None if one is None else one.reshape(-1) for one in statistics]
+    of_rows = [None if numbers is None else numbers.reshape(-1) for numbers in statistics]
     check_forward(call.op, (matrix_of(y, cols), *of_rows), *flat, flat_bias, eps=call.eps, **options)
 
     def backward_to(dx_out: Any) -> tuple:
@@ -283,7 +283,7 @@ def test_any_call_is_right(xp, call):
 
 
 def on_the_stand_in(call: Call) -> Call:
-    """As many rows as the stand-in has time for, and a multiprocessor at least."""
+    """Draw as many rows as the stand-in has time for, and a multiprocessor at least."""
     rows = min(math.prod(call.leading), CPU_ROWS)
     return call._replace(leading=(rows,), sm_margin=min(call.sm_margin, MANY_SMS.sms - 1))
 
@@ -312,7 +312,7 @@ THREADS = 4
 
 
 def run_at_once(several_calls: Sequence[Call], run_one: Callable[[Call], None]) -> None:
-    """Each call by every thread, from another one on."""
+    """Every thread makes each call, and each begins with another."""
     begin = threading.Barrier(THREADS)
 
     def by_thread(first: int) -> None:
@@ -354,7 +354,7 @@ STEPS = st.sampled_from((-32, -16, -8, -4, 0, 4, 6, 8, 12, 16, 20, 24, 32, 48)) 
 
 
 class View(NamedTuple):
-    """A matrix of float32 in a buffer."""
+    """Draw a matrix of float32 in a buffer."""
 
     start: int  # in bytes, behind the middle of the buffer
     strides: tuple[int, int]
@@ -372,15 +372,15 @@ views = st.builds(View, st.integers(-8, 8).map(lambda n: 4 * n), st.tuples(STEPS
 @several
 @given(x_view=views, out_view=views, shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), backward_too=st.booleans())
 def test_memory_that_overlaps_is_refused_or_harmless(xp, x_view, out_view, shape, backward_too):
-    """Of any two views of one buffer: what shares an element is refused, and so are strides of parts of elements; what
-    is not refused is right.
+    """Views of one buffer that share an element are refused, and so are strides of parts of elements. All others are
+    right.
     """
     buffer = xp.asarray(numpy.random.default_rng(0).standard_normal(256).astype("float32"))
     x, out = (
-        xp.lib.stride_tricks.as_strided(buffer[128 + one.start // 4 :], shape, one.strides)
-        for one in (x_view, out_view)
+        xp.lib.stride_tricks.as_strided(buffer[128 + view.start // 4 :], shape, view.strides)
+        for view in (x_view, out_view)
     )
-    steps = [step for one in (x_view, out_view) for size, step in zip(shape, one.strides, strict=True) if size > 1]
+    steps = [step for view in (x_view, out_view) for size, step in zip(shape, view.strides, strict=True) if size > 1]
     of_x, of_out = x_view.elements(shape), out_view.elements(shape)
     alike = x_view.start == out_view.start and (x_view.strides == out_view.strides or of_x == of_out)
     must_be_refused = (
@@ -462,7 +462,7 @@ def good_arguments(function: str) -> dict[str, Any]:
 
 
 def on_device(xp: Any, value: Any) -> Any:
-    """Arrays of numbers as arrays of xp; CuPy has no others."""
+    """Return arrays of numbers as arrays of xp; CuPy has no others."""
     movable = isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.name != "longdouble"
     return xp.asarray(value) if movable and value.dtype.itemsize <= 8 else value
 
@@ -471,7 +471,7 @@ def on_device(xp: Any, value: Any) -> Any:
 @several
 @given(function=st.sampled_from(sorted(ARGUMENTS)), data=st.data())
 def test_a_mistake_is_a_type_error_or_a_value_error(xp, function, data):
-    """Also right after a call without mistakes, which the GPU's path remembers: 8.0 equals 8, and False equals 0."""
+    """It is refused right after a good call, too, which the GPU's path remembers: 8.0 equals 8, and False equals 0."""
     good = good_arguments(function)
     getattr(cunorm, function)(**{name: on_device(xp, value) for name, value in good.items()})
     names = data.draw(st.sets(st.sampled_from(sorted(good)), min_size=1, max_size=2), label="names")

@@ -26,7 +26,7 @@ def device(request):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [129, 4096, 20000, 600001])
 def test_a_call_waits_for_what_its_stream_does(device, op, cols):
-    """x, dy are written on a side stream behind a delay; the call on the same stream must see them."""
+    """x and dy are written on a side stream behind a delay; the call on the same stream must see them."""
     x, dy, weight, bias = inputs(cupy, 3, cols, "float16")
     y, mean, rstd = forward(op, x, weight, bias)  # also compiles and fills the pool
     gradients = backward(op, dy, x, mean, rstd, weight)
@@ -57,7 +57,7 @@ def test_a_call_waits_for_what_its_stream_does(device, op, cols):
 
 @pytest.mark.parametrize("way", ["plain", "fused"])
 def test_a_captured_step_with_a_pool_of_its_own_replays_beside_other_work(way):
-    """As README.md says. Sums over so many rows are of two launches, by way of a workspace that the call gives back."""
+    """A capture works as README.md says. Sums over so many rows take two launches and a workspace between them."""
     x, dy, weight, bias = inputs(cupy, 16384, 1024, "float16")
     if way == "plain":
         _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)
@@ -82,13 +82,13 @@ def test_a_captured_step_with_a_pool_of_its_own_replays_beside_other_work(way):
             captured = step()
             graph = stream.end_capture()
         assert pool.free_bytes() > 0, "the step had no workspace"
-        held = [cupy.full(size, 7, "uint8") for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22) for _ in range(16)]
+        neighbours = [cupy.full(size, 7, "uint8") for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22) for _ in range(16)]
         for array in captured:
             array.fill(0)
         graph.launch(stream)
         stream.synchronize()
-        assert all(same_bits(array, one) for array, one in zip(captured, expected, strict=True))
-        assert all(bool((array == 7).all()) for array in held)
+        assert all(same_bits(array, of_step) for array, of_step in zip(captured, expected, strict=True))
+        assert all(bool((array == 7).all()) for array in neighbours)
 
 
 def test_a_side_stream_does_not_wait_for_the_default_stream(device):
@@ -96,17 +96,17 @@ def test_a_side_stream_does_not_wait_for_the_default_stream(device):
     y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)
     stream = cupy.cuda.Stream(non_blocking=True)
 
-    def both():
+    def both_passes():
         return cunorm.layer_norm(x, None, weight, bias), cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
 
     with stream:
-        both()
+        both_passes()
     spin(0)
     cupy.cuda.runtime.deviceSynchronize()
     default = cupy.cuda.Stream.null
     spin(1000)
     with stream:
-        side_y, _ = both()
+        side_y, _ = both_passes()
     stream.synchronize()
     assert not default.done, "the side stream ended only with the default stream"
     default.synchronize()
@@ -186,17 +186,17 @@ def test_an_array_on_the_host_is_refused():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [1024, 4096, 20000])
 def test_backward_passes_that_begin_early_keep_their_partial_rows_apart(op, cols):
-    """One after the other in a full stream, each in the workspace of the one before, which may not have ended."""
+    """They follow each other in a full stream, each in the workspace of the one before, which may not have ended."""
     rows = max(300, 6_000_000 // cols)  # few rows are one launch
     x, dy, weight, bias = inputs(cupy, rows, cols, "float16")
     _, mean, rstd = forward(op, x, weight, bias)
-    given = [dy * dy.dtype.type(scale) for scale in (1, -2, 0.5, 3) * 2]
+    dys = [dy * dy.dtype.type(scale) for scale in (1, -2, 0.5, 3) * 2]
     expected = []
-    for one in given:
-        expected.append(backward(op, one, x, mean, rstd, weight))
+    for scaled in dys:
+        expected.append(backward(op, scaled, x, mean, rstd, weight))
         cupy.cuda.runtime.deviceSynchronize()
     spin(300)
-    found = [backward(op, one, x, mean, rstd, weight) for one in given]
-    for of_one, alone in zip(found, expected, strict=True):
-        for gradient, wanted in zip(of_one, alone, strict=True):
+    results = [backward(op, scaled, x, mean, rstd, weight) for scaled in dys]
+    for gradients, alone in zip(results, expected, strict=True):
+        for gradient, wanted in zip(gradients, alone, strict=True):
             assert same_bits(gradient, wanted)

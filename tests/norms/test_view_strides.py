@@ -115,7 +115,7 @@ APART = {
 
 
 def memory_error(a: tuple, b: tuple, offset: int) -> str:
-    out, other = (Layout(*one, "float32", 0) for one in (a, b))
+    out, other = (Layout(*layout, "float32", 0) for layout in (a, b))
     try:
         check_out_memory("layer_norm", "out", out, 1 << 20, [("x", other, (1 << 20) + 4 * offset)], 1)
     except ValueError as error:
@@ -141,7 +141,7 @@ def elements(layout: tuple, offset: int = 0) -> list[int]:
 def test_no_overlap_is_missed():
     """Against the elements themselves, for random strides."""
     random = numpy.random.default_rng(0)
-    found = set()
+    answers = set()
     for _ in range(3000):
         layouts = []
         for _ in range(2):
@@ -156,5 +156,5 @@ def test_no_overlap_is_missed():
             assert "its own memory" in error
         elif "its own memory" not in error and not same and set(of_a) & set(of_b):
             assert "share no memory" in error
-        found.add(error[:30])
-    assert len(found) == 3, "every answer was given"
+        answers.add(error[:30])
+    assert len(answers) == 3, "every answer was given"

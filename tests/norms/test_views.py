@@ -66,7 +66,7 @@ def contiguous(family: Any, view: Any) -> Any:
 
 
 def written_alone(family: Any, name: str, dtype: str, buffer_shape: tuple[int, ...]) -> tuple[Any, Callable[[], bool]]:
-    """(a view to write to, whether nothing beside it was written)"""
+    """Return (a view to write to, whether nothing beside it was written)."""
     buffer = family.asarray(narrow(numpy.full(buffer_shape, 7.0), dtype))
 
     def alone() -> bool:
@@ -78,7 +78,7 @@ def written_alone(family: Any, name: str, dtype: str, buffer_shape: tuple[int, .
 
 
 def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callable[[], list[str]]) -> None:
-    """x, dy, y and dx in views, each alone and all at once: the bits of contiguous arrays, and nothing is copied."""
+    """With x, dy, y and dx in views, alone and all at once, bits are those of contiguous arrays; nothing is copied."""
     shape = (TOKENS, 3 * HEADS, width)
     wide = inputs(numpy, TOKENS * 3 * HEADS, width, dtype)
     x, dy = (viewed(family, name, array, shape) for array in (wide.x, wide.dy))
@@ -140,7 +140,7 @@ def test_views_on_the_host(name, op, lines):
 @pytest.mark.parametrize("cols", [64, 128, 1000, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 600_000])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_views_cost_no_kernel_its_registers(direction, cols):
-    """As test_compile_matrix.py has it of contiguous arrays. On sm_75, 80, 100 and 120 they were compiled once."""
+    """test_compile_matrix.py says the same of contiguous arrays. On sm_75, 80, 100 and 120 views were compiled once."""
     views = dict.fromkeys(("x", "y", "dy", "dx"), RowStrides(cols, 9 * cols, 3))
     task = plain("layer_norm", direction, 30_000, cols, "bfloat16", "bfloat16", strides=views)
     for step in plan(task, KNOWN[90]).steps:
@@ -175,7 +175,7 @@ def test_nothing_is_allocated_for_a_view(monkeypatch):
     assert cpu_cupy.Array.allocated == before + 2, "mean and rstd"
     cunorm.layer_norm_backward(v, q, mean, rstd, output_mask=(True, False, False), dx_out=k)
     assert cpu_cupy.Array.allocated == before + 2
-    assert [one.problem.by_name["x"].strides for one in runs.plans] == [RowStrides(64, 64 * 9, HEADS)] * 2
+    assert [ran.problem.by_name["x"].strides for ran in runs.plans] == [RowStrides(64, 64 * 9, HEADS)] * 2
 
 
 def test_what_lies_on_three_strides_is_copied_and_told(family, lines):
@@ -210,7 +210,7 @@ def test_several_normalised_axes(family):
 
 
 def test_operands_of_fused_operations(family, lines):
-    """x, the residual and the gradients of y and of s, each a view of its own."""
+    """Return x, the residual and the gradients of y and of s, each a view of its own."""
     family.play(SMALL)
     shape = (TOKENS, 3 * HEADS, 72)
     arrays = [inputs(numpy, TOKENS * 3 * HEADS, 72, "float32", seed=i).x for i in range(4)]
@@ -233,7 +233,7 @@ def test_operands_of_fused_operations(family, lines):
 
 
 def test_elements_at_addresses_that_a_gpu_cannot_read_are_refused(family):
-    """Every array of a call, also after a call whose recipe serves such layouts."""
+    """Every array of a call is refused, also after a call whose recipe serves such layouts."""
     family.play(SMALL)
 
     def at(start: int) -> Any:

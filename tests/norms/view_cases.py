@@ -7,7 +7,7 @@ from typing import Any
 
 HEADS = 3
 TOKENS = 4
-# Of a buffer of shape (tokens, 3 * heads, width).
+# Each takes a buffer of shape (tokens, 3 * heads, width).
 VIEWS: dict[str, Callable[[Any, Any], Any]] = {
     "heads of a packed QKV": lambda family, a: a[:, HEADS : 2 * HEADS],
     "of two sequences": lambda family, a: a.reshape(2, -1, *a.shape[1:])[:, :, HEADS : 2 * HEADS],
@@ -24,12 +24,12 @@ BROADCAST = ("the same tokens again", "the same head again")
 
 
 def odd_rows(a: Any) -> Any:
-    """(tokens, one element less)"""
+    """Return a matrix of tokens whose rows are one element shorter than those of a token in `a`."""
     rows = a.reshape(len(a), -1)
     return rows.reshape(-1)[: -len(a)].reshape(len(a), -1)
 
 
 def results(of: tuple[Any, Any, Any], cols: int) -> tuple[Any, Any, Any]:
-    """With rows in one axis."""
+    """Return y and the statistics with all rows in one axis."""
     y, *statistics = of
-    return y.reshape(-1, cols), *(None if one is None else one.reshape(-1) for one in statistics)
+    return y.reshape(-1, cols), *(None if numbers is None else numbers.reshape(-1) for numbers in statistics)
