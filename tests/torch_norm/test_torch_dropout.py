@@ -19,7 +19,7 @@ from cunorm.torch.norm import dispatch  # noqa: E402
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 P = 0.25
 FUNCTIONS = {"layer_norm": add_layer_norm, "rms_norm": add_rms_norm}
-both = pytest.mark.parametrize("norm", FUNCTIONS)
+both_norms = pytest.mark.parametrize("norm", FUNCTIONS)
 
 
 def given(norm, device, *shape):
@@ -38,7 +38,7 @@ def call(norm, tensors, seed, p=P):
 
 
 def masked(norm, tensors, seed, p=P):
-    """The same by a mask and the function without dropout."""
+    """Return the results of a mask and the function without dropout."""
     x, residual, *parameters = tensors
     mask = uniform(numpy.int64(int(seed)), tuple(x.shape), numpy) >= p
     factor = torch.tensor(mask / (1 - p), dtype=x.dtype, device=x.device)
@@ -58,7 +58,7 @@ def check(norm, tensors, function=call):
 
 
 @on_devices
-@both
+@both_norms
 def test_values_and_gradients_are_those_of_a_mask(device, norm):
     check(norm, given(norm, device, 2, 3, 40))
     x, residual = (one.detach() for one in given(norm, device, 2, 3, 40)[:2])
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_a_mask(device, norm):
 
 
 @needs_machine
-@both
+@both_norms
 def test_launches_on_the_stand_in(stand_in, norm):
     check(norm, given(norm, "cpu", 5, 129))
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward"] * 2 + ["backward"] * 2
@@ -101,7 +101,7 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch):
 
 
 @on_devices
-@both
+@both_norms
 def test_derivatives_and_transformations(device, norm):
     tensors = [one.detach().double().requires_grad_() for one in given(norm, device, 3, 5)]
     seed = seed_of(device)
@@ -139,7 +139,7 @@ MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
 
 
 @on_devices
-@both
+@both_norms
 def test_modules_draw_their_seed_from_torchs_generator(device, norm):
     module = MODULES[norm](40, device=device, dropout_p=P)
     x, residual = (one.detach() for one in given(norm, device, 2, 3, 40)[:2])

@@ -22,27 +22,27 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (33, 1000), (8, 4096), (5, 20000)])
 @pytest.mark.parametrize("op", OPS)
 def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
-    """float32 x: its y is what was rounded."""
+    """x is float32, so that y is what was rounded."""
     x, _, weight, bias = map(tensor, inputs(xp, rows, cols, "float32", weight="bfloat16"))
-    found, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
-    assert (found.dtype, found.device, y.dtype) == (FORMATS[dtype], x.device, x.dtype)
+    y8, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
+    assert (y8.dtype, y8.device, y.dtype) == (FORMATS[dtype], x.device, x.dtype)
     parameters = (weight, bias)[: 2 if op == "layer_norm" else 1]
     assert same(y, getattr(cunorm, op)(x, None, *parameters))
-    on_host = [one.cpu() for one in (y, found.view(torch.uint8), scale)]
+    on_host = [result.cpu() for result in (y, y8.view(torch.uint8), scale)]
     check(*map(array, on_host), granularity, dtype)
     again = getattr(cunorm, f"{op}_fp8")(x, None, *parameters, granularity=granularity, dtype=FORMATS[dtype])
-    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(again, (found, scale), strict=True))
+    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(again, (y8, scale), strict=True))
 
 
 @on_devices
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_of_16_bits_as_numpy_has_it(device, granularity):
-    """One rounding of float32 apart: y is torch's on the CPU."""
+    """Bytes may be one rounding of float32 apart, for on the CPU y is torch's."""
     x = random(40, 1000, device=device, dtype=torch.bfloat16)
-    found, scale = cunorm.layer_norm_fp8(x, granularity=granularity)
+    y8, scale = cunorm.layer_norm_fp8(x, granularity=granularity)
     expected, expected_scale = cunorm.layer_norm_fp8(array(x.cpu()), granularity=granularity)
     torch.testing.assert_close(scale.cpu(), torch.from_numpy(expected_scale).reshape(scale.shape), rtol=2**-20, atol=0)
-    differing = (found.cpu().view(torch.uint8) != torch.from_numpy(expected)).double().mean()
+    differing = (y8.cpu().view(torch.uint8) != torch.from_numpy(expected)).double().mean()
     assert differing < 1e-3
 
 
@@ -53,11 +53,11 @@ def test_under_compile(device, granularity):
     x, weight = random(9, 512, device=device, dtype=torch.float32), random(512, device=device, dtype=torch.float32)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def both(x, weight):
+    def bytes_and_y(x, weight):
         return cunorm.rms_norm_fp8_forward(x, None, weight, granularity=granularity)
 
-    found, scale, y = both(x, weight)
-    check(*(array(one.cpu()) for one in (y, found.view(torch.uint8), scale)), granularity, "e4m3")
+    y8, scale, y = bytes_and_y(x, weight)
+    check(*(array(tensor.cpu()) for tensor in (y, y8.view(torch.uint8), scale)), granularity, "e4m3")
 
 
 @on_devices
@@ -78,12 +78,12 @@ def test_modules(device, module, zero_centered_gamma):
     norm = module(64, device=device, dtype=torch.float32, zero_centered_gamma=zero_centered_gamma)
     with torch.no_grad():
         norm.weight += 0.3
-        found, scale = norm(x, fp8_output=True)
+        y8, scale = norm(x, fp8_output=True)
         function = cunorm.layer_norm_fp8 if module is LayerNorm else cunorm.rms_norm_fp8
         rest = (norm.bias, norm.eps) if module is LayerNorm else (2**-23,)
         expected = function(x, 64, norm.weight, *rest, zero_centered_gamma=zero_centered_gamma)
-    assert (found.dtype, scale.shape) == (torch.float8_e4m3fn, (6, 5))
-    assert all(same(a, b) for a, b in zip((found, scale), expected, strict=True))
+    assert (y8.dtype, scale.shape) == (torch.float8_e4m3fn, (6, 5))
+    assert all(same(a, b) for a, b in zip((y8, scale), expected, strict=True))
     with pytest.raises(ValueError, match="must want no gradient"):
         norm(x, fp8_output=True)
 
@@ -93,9 +93,9 @@ def test_modules(device, module, zero_centered_gamma):
 def test_a_scale_that_is_given(device, scale):
     x = random(9, 64, device=device, dtype=torch.float32)
     scale = scale.to(device) if isinstance(scale, torch.Tensor) else scale
-    found, used = cunorm.layer_norm_fp8(x, granularity="tensor", scale=scale)
+    y8, used = cunorm.layer_norm_fp8(x, granularity="tensor", scale=scale)
     y = cunorm.layer_norm(x)
-    check(*(array(one.cpu()) for one in (y, found.view(torch.uint8), used)), "tensor", "e4m3")
+    check(*(array(tensor.cpu()) for tensor in (y, y8.view(torch.uint8), used)), "tensor", "e4m3")
 
 
 WRONG = [

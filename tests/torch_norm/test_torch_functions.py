@@ -40,14 +40,14 @@ def torch_call(op, x, weight=None, bias=None):
 
 
 def close(a, b, dtype):
-    """One rounding of `dtype` apart, and what a few sums in float32 lose."""
+    """Hold results to one rounding of `dtype` and what a few sums in float32 lose."""
     return torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), adapter_cases(), indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
-    """The tiers of the core, through autograd; a call without gradient gives the same bits."""
+    """Every tier is right through autograd, and a call without gradient gives the same bits."""
     x, dy, weight, bias = inputs(xp, rows, cols, dtype)
     tensors = [tensor(a) for a in (x, weight, bias)]
     without = call(op, *tensors)
@@ -178,7 +178,7 @@ def test_any_layout(device, op, number, of):
 
 
 def _view_with_gradient(x, leaf):
-    """x itself, strides and all, with `leaf` getting its gradient."""
+    """Return x itself, strides and all, with a gradient that `leaf` gets."""
 
     class Same(torch.autograd.Function):
         @staticmethod
@@ -310,7 +310,7 @@ def test_forward_mode_derivative(device, op):
 
 @on_devices
 def test_lazy_negative(device):
-    """A view whose numbers are the negatives of those in memory."""
+    """Return a view whose numbers are the negatives of those in memory."""
     x = torch._neg_view(random(3, COLS, device=device))
     torch.testing.assert_close(layer_norm(x, (COLS,)), F.layer_norm(x, (COLS,)))
 
@@ -413,7 +413,7 @@ def test_out_beside_x_in_one_buffer(device, op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 def test_cunorms_own_function_is_the_same_road(device, op, cast):
-    """The bits and the gradients of cunorm.torch's function; y in the dtype of x, under autocast too."""
+    """They have the bits and gradients of cunorm.torch's function, and y has the dtype of x, under autocast too."""
     x, weight = (random(*s, device=device, dtype=torch.float32).requires_grad_() for s in ((5, COLS), (COLS,)))
     with torch.autocast(device, cast, enabled=cast is not None):
         y = getattr(cunorm, op)(x, None, weight, eps=EPS[op])
@@ -427,7 +427,7 @@ def test_cunorms_own_function_is_the_same_road(device, op, cast):
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_statistics_under_transformations(device, op):
-    """jvp, grad and vmap of cunorm's _forward functions."""
+    """jvp, grad and vmap go through cunorm's _forward functions."""
     x, tangent = random(3, COLS, device=device), random(3, COLS, device=device, seed=1)
 
     def ours(x):

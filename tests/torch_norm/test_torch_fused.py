@@ -26,7 +26,7 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 
 def check(case: Case, shape: tuple[int, ...], dtype: str, device: str) -> None:
-    """Results and gradients of autograd, and those of `forward` and `backward`, against torch in float64."""
+    """By autograd, and by `forward` and `backward`, they are those of torch in float64."""
     op = case.op
     # Autograd wants a gradient in the dtype of the result.
     made = make(case, shape, dtype, {"dy": op.dtype or dtype, "ds": op.s_dtype or dtype})
@@ -79,7 +79,7 @@ def test_launches_on_the_stand_in(stand_in, name, shape, dtype):
 
 @needs_machine
 def test_a_number_for_each_row_and_a_tensor_without_axes(stand_in):
-    """Each broadcast over rows: gradients are sums over them."""
+    """Each is broadcast over rows, so its gradient is a sum over them."""
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, gate, factor: xhat * gate * factor)
     x, gate, factor = random(2, 3, 40), random(3, 1), torch.tensor(0.75, dtype=torch.float64)
     tensors = [one.requires_grad_() for one in (x, gate, factor)]
@@ -94,7 +94,7 @@ def test_a_number_for_each_row_and_a_tensor_without_axes(stand_in):
 
 @needs_machine
 def test_what_is_kept_and_allocated(stand_in):
-    """Of add_rms_norm: s, rstd and weight are kept, and one gradient serves x and residual."""
+    """add_rms_norm keeps s, rstd and weight, and one gradient serves x and residual."""
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     weight = torch.ones(64, requires_grad=True)
     y, s = add_rms_norm(x, residual, weight)
@@ -116,7 +116,7 @@ def test_what_is_kept_and_allocated(stand_in):
 
 @needs_machine
 def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
-    """Nothing is written for it, and for it alone nothing is launched."""
+    """Nothing is written for the sum's gradient, and for it alone nothing is launched."""
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     y, dy = rms_norm_add(x, residual), random(5, 64, dtype=torch.float32, seed=2)
     stand_in.allocated.clear()
@@ -194,7 +194,7 @@ def test_what_a_call_returns_is_contiguous_however_the_operands_lie(device, name
 
 @needs_machine
 def test_views_of_two_strides_are_not_copied(stand_in, lines):
-    """As queries of a packed QKV."""
+    """They lie apart as the queries of a packed QKV do."""
     qkv = random(6, 3 * 4, 32, dtype=torch.float32)
     weight = random(32, dtype=torch.float32)
     op = cunorm.fuse("rms_norm", epilogue=lambda xhat, z, weight: xhat * weight + z)
@@ -212,7 +212,7 @@ def test_views_of_two_strides_are_not_copied(stand_in, lines):
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("join", ["", "gate_add_"])
 def test_conditions_are_read_where_they_lie(stand_in, lines, join, norm):
-    """In the parts of one product; each pass is one plan."""
+    """The vectors are parts of one product, and each pass is one plan."""
     x, residual = (random(2, 5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     product = random(2, 6 * 64, dtype=torch.float32, seed=2).requires_grad_()
     leaves = [x, residual, product] if join else [x, product]
@@ -281,7 +281,7 @@ def test_errors_of_functions_are_those_of_torch():
 
 
 def on_gpu(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
-    """x, residual, weight and gradients of y and s; the first three want one."""
+    """Return x, residual and weight, which want gradients, and the gradients of y and s."""
     full = [random(rows, cols, device="cuda", dtype=dtype, seed=seed) for seed in range(4)]
     weight = random(cols, device="cuda", dtype=dtype)
     return [*(one.requires_grad_() for one in (*full[:2], weight)), *full[2:]]

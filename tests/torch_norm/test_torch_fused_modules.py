@@ -33,7 +33,7 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_functions_are_those_of_the_two_calls(device, norm, zero_centered_gamma):
-    """On a GPU to the bit."""
+    """On a GPU they agree to the bit."""
     x, residual = (random(5, 4, 8, device=device, dtype=torch.bfloat16, seed=seed) for seed in range(2))
     weight, bias = (random(8, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
     parameters = (weight, bias) if norm == "layer_norm" else (weight,)
@@ -56,7 +56,7 @@ MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
 @on_devices
 @pytest.mark.parametrize("norm", MODULES)
 def test_modules_over_two_axes(device, norm):
-    """As over one axis of as many elements, with gradients in the shape of the parameters."""
+    """The module does as over one axis of as many elements, with gradients in the shape of the parameters."""
     x, residual = (random(5, 4, 8, device=device, seed=seed).requires_grad_() for seed in range(2))
     module, flat = (MODULES[norm](shape, eps=1e-3, device=device) for shape in ((4, 8), 32))
     with torch.no_grad():
@@ -159,7 +159,7 @@ NAMED = {
 @on_devices
 @pytest.mark.parametrize("name", NAMED)
 def test_named_functions(device, name):
-    """Those of cunorm.torch and those of cunorm."""
+    """Both cunorm.torch's functions and cunorm's are right."""
     shapes, options, formula = NAMED[name]
     function = name.partition(",")[0]
     tensors = [random(*shape, device=device, seed=i).requires_grad_() for i, shape in enumerate(((2, 3, 8), *shapes))]
@@ -194,7 +194,7 @@ def test_gated_norms_are_those_of_transformers(model):
 
 @pytest.mark.parametrize("chunk_dim", [0, 1])
 def test_adaptive_layer_norm_is_that_of_diffusers(chunk_dim):
-    """By its formula: diffusers is not among the packages of the tests."""
+    """The module is held against its formula, as diffusers need not be installed."""
     module = AdaLayerNorm(8, 10 if chunk_dim == 0 else None, output_dim=32, chunk_dim=chunk_dim, dtype=torch.float64)
     names = {"linear.weight", "linear.bias"} | ({"emb.weight"} if chunk_dim == 0 else set())
     assert set(module.state_dict()) == names

@@ -39,7 +39,7 @@ def of_module(cls: type) -> Any:
 
 
 def assert_same_results(ours, torchs, x, dtype):
-    """To a few roundings of the largest numbers that enter: dx is a difference of terms of about |dy| * rstd."""
+    """Hold results to a few roundings of the largest numbers that enter: dx is a difference of terms of |dy| * rstd."""
     rstd = 1e-5**-0.5 if x.shape[-1:] == (1,) else 1.0  # a row of one number has no variance
     largest = max([rstd, *(float(t.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in torchs if t.numel())])
     eps = torch.finfo(dtype).eps
@@ -129,7 +129,7 @@ def test_meta_device(ours, torchs):
 
 @pairs
 def test_resetting_leaves_parameters_on_the_meta_device(ours, torchs):
-    """As torch.nn's modules do, and TransformerEngine's do not."""
+    """They do as torch.nn's modules do, and TransformerEngine's do not."""
     for module in (ours(8, device="meta"), torchs(8, device="meta")):
         module.reset_parameters()
         assert all(parameter.is_meta for parameter in module.parameters())
@@ -149,19 +149,19 @@ CONSTRUCTORS = {
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_torchs_default_device_is_that_of_parameters(name):
     make = CONSTRUCTORS[name]
-    found = {}
+    modules = {}
     with torch.device("meta"):
-        found["meta, within"] = make()
-        found["cpu, given within"] = make(device="cpu")
+        modules["meta, within"] = make()
+        modules["cpu, given within"] = make(device="cpu")
     torch.set_default_device("meta")
     try:
-        found["meta, set"] = make()
+        modules["meta, set"] = make()
     finally:
         torch.set_default_device(None)
     with torch.device("cpu"):
-        found["cpu, within"] = make()
-    found["meta, given"] = make(device="meta")
-    for device, module in found.items():
+        modules["cpu, within"] = make()
+    modules["meta, given"] = make(device="meta")
+    for device, module in modules.items():
         assert {p.device.type for p in module.parameters()} == {device.split(",")[0]}, device
     # Without any LayerNormLinear is on the GPU, as TransformerEngine's, the others where torch.nn's modules are.
     other = "cuda" if name == "LayerNormLinear" and torch.cuda.is_available() else "cpu"
@@ -172,19 +172,19 @@ def test_torchs_default_device_is_that_of_parameters(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pairs
 def test_the_dtype_of_autocast_where_it_is_asked_for(device, dtype, ours, torchs):
-    """As TransformerEngine's modules have it, but x is not rounded before it is normalised; float64 is left alone."""
-    plain, asked = (ours(8, device=device, dtype=dtype, autocast_output=value) for value in (False, True))
+    """TransformerEngine's modules do so too, but here x is not rounded before it is normalised, and float64 stays."""
+    plain, autocast = (ours(8, device=device, dtype=dtype, autocast_output=value) for value in (False, True))
     x = random(3, 8, device=device, dtype=dtype).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
-        y, expected, of_torch = asked(x), plain(x), torchs(8, device=device, dtype=dtype)(x)
+        y, expected, of_torch = autocast(x), plain(x), torchs(8, device=device, dtype=dtype)(x)
     assert expected.dtype is of_torch.dtype
     assert y.dtype is (torch.float64 if dtype is torch.float64 else torch.bfloat16)
     torch.testing.assert_close(y, plain(x).to(y.dtype))
-    gradients = torch.autograd.grad(y.sum(), [x, *asked.parameters()])
+    gradients = torch.autograd.grad(y.sum(), [x, *autocast.parameters()])
     assert [gradient.dtype for gradient in gradients] == [dtype] * len(gradients)
-    assert asked(x).dtype is dtype  # outside autocast
-    assert "autocast_output=True" in repr(asked)
-    assert copy.deepcopy(asked).autocast_output
+    assert autocast(x).dtype is dtype  # outside autocast
+    assert "autocast_output=True" in repr(autocast)
+    assert copy.deepcopy(autocast).autocast_output
 
 
 @pytest.mark.parametrize("value", [None, True, False])

@@ -10,23 +10,23 @@ from torch_tensors import tensor
 
 
 def leaves(made: Any, device: str) -> tuple[Any, dict[str, Any], list[Any]]:
-    """x, the operands and gradients of the results as tensors; what is a tensor of the first two wants a gradient."""
+    """Return x, the operands and the gradients of the results as tensors; x and the operands want gradients."""
 
-    def moved(one):
-        return tensor(one).to(device, copy=True) if hasattr(one, "dtype") else one
+    def moved(operand):
+        return tensor(operand).to(device, copy=True) if hasattr(operand, "dtype") else operand
 
-    x, operands = moved(made.x), {name: moved(one) for name, one in made.operands.items()}
-    for one in (x, *operands.values()):
-        if isinstance(one, torch.Tensor):
-            one.requires_grad_()
-    return x, operands, [moved(one) for one in made.gradients]
+    x, operands = moved(made.x), {name: moved(operand) for name, operand in made.operands.items()}
+    for operand in (x, *operands.values()):
+        if isinstance(operand, torch.Tensor):
+            operand.requires_grad_()
+    return x, operands, [moved(operand) for operand in made.gradients]
 
 
 def example(name: str, shape=(3, 2, 8), device: str = "cpu"):
-    """(a function of tensors alone, the tensors)"""
+    """Return (a function of tensors alone, the tensors)."""
     case = CASES[name]
     x, operands, _ = leaves(make(case, shape, "float64"), device)
-    numbers = {name: one for name, one in operands.items() if not isinstance(one, torch.Tensor)}
+    numbers = {name: operand for name, operand in operands.items() if not isinstance(operand, torch.Tensor)}
     names = [name for name in operands if name not in numbers]
 
     def function(x, *tensors):

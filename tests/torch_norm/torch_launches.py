@@ -39,7 +39,7 @@ class Launches:
         self.machine.run(plan, scalars, **{name: self._at(pointer) for name, pointer in pointers.items()})
 
     def _at(self, pointer: int) -> numpy.ndarray | None:
-        """None for 0. A pointer may lead into an array: that of rstd does, behind the means."""
+        """Return the array at a pointer, None for 0. A pointer may lead into an array, as that of rstd does."""
         if not pointer:
             return None
         for start, array in self._views.items():
@@ -49,7 +49,7 @@ class Launches:
 
 
 def view(tensor: Any) -> numpy.ndarray:
-    """Of the memory of a tensor."""
+    """Return NumPy's view of the memory of a tensor."""
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8).numpy()
@@ -57,13 +57,13 @@ def view(tensor: Any) -> numpy.ndarray:
 
 
 def empty(shape, stride, dtype) -> Any:
-    """NaN, which nothing may read."""
-    found = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    return found.view(torch.uint8).fill_(255).view(dtype) if dtype.itemsize == 1 else found.fill_(float("nan"))
+    """Return a tensor full of NaN, which nothing may read."""
+    memory = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    return memory.view(torch.uint8).fill_(255).view(dtype) if dtype.itemsize == 1 else memory.fill_(float("nan"))
 
 
 def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Launches:
-    """Skips where there is none. `modules` launch too."""
+    """Let `modules`, too, launch on the stand-in; skip the test where there is none."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
     launches = Launches(monkeypatch)

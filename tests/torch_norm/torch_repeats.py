@@ -21,7 +21,7 @@ def misaligned(*shape: int, **options: Any) -> Any:
 
 
 def calls() -> dict[str, Any]:
-    """(x, weight, bias, dy, context) of calls that most of a key is common to."""
+    """Return (x, weight, bias, dy, context) of calls whose keys differ in one part each."""
     x, weight, bias, dy = random(ROWS, COLS), random(COLS, seed=1), random(COLS, seed=2), random(ROWS, COLS, seed=3)
     plain, wide = contextlib.nullcontext, random(ROWS, 2 * COLS)[:, :COLS]
     return {
@@ -59,7 +59,7 @@ def results(op: str, x: Any, weight: Any, bias: Any, dy: Any, context: Any, froz
 
 
 def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
-    """In turns, each with those before it still known: the bits of a call that nothing is known of."""
+    """Assert that calls have the bits of first ones when they follow each other and earlier ones are still known."""
     first = {}
     for name, case in cases.items():
         for kept in (repeats._calls, forms._families, forms._made):
@@ -67,13 +67,13 @@ def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
         first[name] = run(*case)
     for _ in range(2):
         for name, case in cases.items():
-            found = run(*case)
-            assert len(found) == len(first[name]), name
-            assert all(same(one, other) for one, other in zip(found, first[name], strict=True)), name
+            repeated = run(*case)
+            assert len(repeated) == len(first[name]), name
+            assert all(same(again, expected) for again, expected in zip(repeated, first[name], strict=True)), name
 
 
 def linear_calls() -> dict[str, Any]:
-    """(x, dy, module, context) that follow one another in `layer_norm_linear`'s modules."""
+    """Return (x, dy, module, context) of calls that follow one another in modules of `layer_norm_linear`."""
 
     def module(**options: Any) -> Any:
         torch.manual_seed(0)

@@ -15,19 +15,19 @@ from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
 
 
 def forget(monkeypatch: Any) -> None:
-    """Nothing is known of earlier calls."""
+    """Forget all earlier calls."""
     for module, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls"), (named, "_calls")):
         monkeypatch.setattr(module, kept, {})
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
-    """Tensors on the CPU play those of a GPU: what is launched is run on the stand-in."""
+    """Let tensors on the CPU play those of a GPU, and run on the stand-in what is launched."""
     runs: Any = cpu_cupy.Runs(cpu_device.Machine())
 
     def empty(shape, stride, dtype):
         runs.allocated.append(tuple(shape))
-        found = torch.empty_strided(shape, stride, dtype=dtype)
-        return found.fill_(float("nan")) if dtype.is_floating_point else found
+        memory = torch.empty_strided(shape, stride, dtype=dtype)
+        return memory.fill_(float("nan")) if dtype.is_floating_point else memory
 
     runs.allocated = []
     for name, part in {

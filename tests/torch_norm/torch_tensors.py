@@ -17,7 +17,7 @@ compiled_on_devices = pytest.mark.parametrize(
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The same memory as a NumPy or CuPy array."""
+    """Return a tensor in the memory of a NumPy or CuPy array."""
     if not isinstance(array, numpy.ndarray):
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
@@ -26,7 +26,7 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def array(tensor: torch.Tensor | None) -> Any:
-    """NumPy's or CuPy's view of a tensor."""
+    """Return NumPy's or CuPy's view of a tensor."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -46,7 +46,7 @@ def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64,
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the bit, NaNs included."""
+    """Whether tensors are equal to the bit, NaNs included."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -59,15 +59,16 @@ def norm_of(values: torch.Tensor) -> float:
 
 
 def assert_no_farther(
-    found: dict[str, torch.Tensor], untouched: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: Any
+    replaced: dict[str, torch.Tensor], untouched: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: Any
 ) -> None:
-    """Output and gradients of a model in `dtype`, in this order: no farther from float64 than before, give or take.
+    """Assert that output and gradients of a model in `dtype`, in this order, are no farther from float64 than before.
 
-    Errors of rounding are of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that of
-    a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
+    Errors of rounding are of the same kind but not the same, so they may be twice as large. Some gradients are zero but
+    for rounding (that of a bias of keys, which softmax does not see): their errors are to be small beside the other
+    gradients.
     """
     largest = max(map(norm_of, list(exact.values())[1:]))
     for key, expected in exact.items():
-        distance, before = (norm_of(result[key].double() - expected) for result in (found, untouched))
+        distance, before = (norm_of(result[key].double() - expected) for result in (replaced, untouched))
         room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
         assert distance <= 2 * before + room, f"{key}: {distance}, {before} before, of {norm_of(expected)}"
