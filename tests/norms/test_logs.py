@@ -99,5 +99,5 @@ def test_a_tensor_that_is_copied_is_told_once(lines):
     for _ in range(3):
         layer_norm(x, (97,))
     assert [line for line in lines() if "copied" in line] == [
-        "layer_norm: input of shape (12, 97) and strides (1, 12) is copied in each call"
+        "layer_norm: x of shape (12, 97) and strides (1, 12) is copied in each call"
     ]
