@@ -16,6 +16,7 @@ ROWS = 5
 EXAMPLES = 2  # for each norm
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("cols", [40, 513, 2048, 9000])

@@ -129,6 +129,7 @@ def test_compile_shows_the_plan_without_cupy(tmp_path, problem, kernels):
     assert re.findall(r"^ +(\w+): grid", output, re.MULTILINE) == kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "kernels"), PROBLEMS)
 def test_compile_shows_the_whole_source_without_cupy(tmp_path, problem, kernels):
     output = output_of(command(tmp_path, *compile_arguments(*problem), "--show", "source", cupy="absent"))
@@ -170,6 +171,7 @@ def test_compile_shows_registers_without_a_gpu(tmp_path, problem, kernels):
         assert float(seconds) > 0
 
 
+@pytest.mark.slow
 def test_compile_takes_a_dtype_of_its_own_for_weight_and_bias(tmp_path):
     arguments = compile_arguments("layer_norm", "forward", *DIGITS, "--weight-dtype", "bfloat16")
     output = output_of(command(tmp_path, *arguments, "--show", "source"))
@@ -309,6 +311,7 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path, arguments, unbuffered):
     os.close(writer)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_disk_that_is_full_is_said_in_one_line(tmp_path):
     with open("/dev/full", "wb") as full:

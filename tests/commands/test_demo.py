@@ -27,6 +27,7 @@ def test_demo_says_that_the_host_path_ran_and_why(tmp_path):
         assert re.search(rf"^{direction} +[\d.]+ us +[\d.]+$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_demo_without_cupy_says_so(tmp_path):
     assert "host path (NumPy): no GPU (CuPy could not be imported" in output_of(
         command(tmp_path, "demo", cupy="absent")

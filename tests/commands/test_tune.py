@@ -72,6 +72,7 @@ def test_tables_that_nobody_would_read_are_refused(tmp_path, value, words):
     assert_fails_in_one_line(result, 2, f"CUNORM_TUNE{words}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cupy", [None, "absent"])
 def test_without_a_gpu_it_says_what_to_do(tmp_path, cupy):
     result = command(tmp_path, "tune", *SHAPE, cupy=cupy, environment=READ)

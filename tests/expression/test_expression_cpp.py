@@ -111,6 +111,7 @@ def compiled(tmp_path_factory):
     return ctypes.CDLL(str(folder / "all.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("number", range(len(IN_CPP)))
 def test_cpp_computes_what_numpy_does(compiled, number, dtype):

@@ -242,6 +242,7 @@ def test_an_nnx_module_under_its_transformations():
     numpy.testing.assert_array_equal(flax.nnx.merge(graph, state)(x), module(x))
 
 
+@pytest.mark.slow
 @frameworks
 def test_what_is_lowered_for_cuda(framework):
     """One kernel forward; z is computed again backward unless it is kept; `precision` reaches the products."""

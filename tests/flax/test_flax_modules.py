@@ -150,6 +150,7 @@ def test_an_nnx_module_reads_x_in_16_bits_where_flax_only_widens_it():
         assert calls.call_args.args[0].dtype == dtype
 
 
+@pytest.mark.slow
 @kinds
 def test_what_is_lowered_for_cuda(kind):
     """One call of a kernel forward, and those of its gradients; none where Flax does it."""

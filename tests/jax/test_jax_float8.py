@@ -213,6 +213,7 @@ def test_wide_numbers_of_others_change_nothing(granularity):
 COLUMNS = (33, 1024, 16384, 524296)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("cols", COLUMNS)
 def test_a_program_for_cuda_has_the_launch_of_the_plan(cols, granularity):

@@ -208,6 +208,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("shapes", GROUPS)
 def test_operands_for_groups_of_rows(device, shapes):

@@ -160,6 +160,7 @@ def test_dtypes(dtype, y_dtype):
     assert len(calls(text)) == 1
 
 
+@pytest.mark.slow
 def test_an_exported_program_runs_anywhere():
     x, weight, bias = random(4, 96), random(96), random(96, seed=1)
 

@@ -135,6 +135,7 @@ def nvrtc_calls(monkeypatch, tmp_path):
     return calls
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_machine_code_is_kept_for_each_architecture(nvrtc_calls, tmp_path):
     first = compile.machine_code(spec_of(100), 90)
@@ -145,6 +146,7 @@ def test_machine_code_is_kept_for_each_architecture(nvrtc_calls, tmp_path):
     assert {path.name[:7] for path in (tmp_path / "cache").iterdir()} == {"cunorm_"}
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-1], lambda content: b"?" + content])
 def test_a_damaged_file_is_compiled_again(nvrtc_calls, damage):

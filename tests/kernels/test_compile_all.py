@@ -153,6 +153,7 @@ def test_an_architecture_has_the_kernels_of_each_gpu_that_is_known(monkeypatch):
     assert {spec for spec, _ in asked} == needed[0] | needed[1]
 
 
+@pytest.mark.slow
 def test_without_lengths_it_is_the_covering_set():
     arguments = compile.argparse.Namespace(cols=None)
     assert compile._problems(arguments, KNOWN[80]) == matrix.covering(KNOWN[80])

@@ -207,6 +207,7 @@ def reachable(direction: str, device: Device) -> set[Tier | None]:
     return {choice and choice[0] for choice in (tier_of(problem, device) for problem in problems)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KNOWN)
 def test_once_each_reaches_every_kernel_of_every_tier(arch):
     device, problems = KNOWN[arch], problems_of(arch)

@@ -159,6 +159,7 @@ def test_wide_weight_and_bias_beside_bfloat16(cols, wide):
     check(Machine(), "layer_norm", x, dy, weight, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cols", "device", "places", "rows_per_cta"),
     [(8191, SMALL, 2, 1), (704, LITTLE_SHARED, 2, 3), (129, LITTLE_SHARED, 2, 12)],

@@ -22,6 +22,7 @@ from cunorm.plan.spec import FewRowsSpec, NormSpec
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 
+@pytest.mark.slow
 def test_the_table_reaches_every_kind_of_kernel():
     """A change of the plan must not leave one without tests."""
     solutions = [plan(*one) for direction in TABLES for one in problems(direction)]

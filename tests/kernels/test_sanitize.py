@@ -56,6 +56,7 @@ def test_parts_of_a_dtype_are_put_together():
     assert together("memcheck", "float16", [lost])["calls"] is None
 
 
+@pytest.mark.slow
 def test_what_is_launched_is_known_without_a_gpu():
     pytest.importorskip("cupy", exc_type=ImportError)
     found = kernels("float64", 0, KNOWN[90])

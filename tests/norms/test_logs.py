@@ -16,6 +16,7 @@ from cunorm.kernel.device import KNOWN
 from cunorm.plan.plan import plan
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_compile_is_told_once_with_what_the_kernel_is(lines, monkeypatch, tmp_path):
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))

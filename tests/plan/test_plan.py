@@ -337,6 +337,7 @@ def few_rows(arch: int, **changes: Any) -> list[tuple[int, int, Step]]:
     return found
 
 
+@pytest.mark.slow
 def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
     for (*_, one), (*_, odd) in zip(few_rows(90), few_rows(90, aligned=False), strict=True):
         assert not odd.spec.rows.aligned

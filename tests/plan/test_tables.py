@@ -134,6 +134,7 @@ FULL, NOT_FULL = (problem("forward", 16384, cols, "bfloat16", "rms_norm") for co
 ZERO_CENTRED = problem("forward", 16384, 4096, "bfloat16", "rms_norm", zero_centered_gamma=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "other"),
     [(FULL, NOT_FULL), (NOT_FULL, FULL), (FULL, ZERO_CENTRED), (ZERO_CENTRED, FULL), (NOT_FULL, ZERO_CENTRED)],
@@ -314,6 +315,7 @@ def test_a_launch_that_is_not_legal_for_a_row_is_ignored(folder, launch):
     assert plan(found, H100).steps == before
 
 
+@pytest.mark.slow
 def test_the_environment_leaves_the_users_tables_unread(folder, monkeypatch):
     found = problem("forward", 16384, 4096, "bfloat16")
     before = plan(found, H100).steps
@@ -337,6 +339,7 @@ def test_a_table_serves_its_class_alone(folder):
     assert plan(found, replace(H100, bandwidth=3352)).steps == plan(found, H100).steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(tables.SHIPPED.glob("*.json")), ids=lambda path: path.name)
 def test_a_table_that_was_written_is_read_as_it_was(path, tmp_path):
     table = tables.read(path) or pytest.fail("cannot be read")

@@ -65,6 +65,7 @@ def test_every_row_raises_an_entry(table):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_every_entry_has_a_row():
     found = {entry for table in TABLES for one in raised(table).values() if one for entry in one.entries}
     missing = [f"{place[0]}:{place[1]}: {entry.must_hold}" for place, entry in entries().items() if entry not in found]

@@ -303,6 +303,7 @@ def test_no_imports_go_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+@pytest.mark.slow
 def test_every_layer_imports_those_before_it_alone():
     below: set[str] = set()
     for layer in LAYERS:

@@ -117,6 +117,7 @@ def test_such_a_name_is_found(text):
     assert list(of_others(text))
 
 
+@pytest.mark.slow
 def test_each_file_has_such_names():
     for framework, path in FILES.items():
         assert len(set(of_others(path.read_text()))) > 2, framework

@@ -58,6 +58,7 @@ def shapes(kind: str) -> list[tuple[int, int]]:
     return ON_A_GPU if kind == "cuda" else SHAPES[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_then_columns(kind, dtype):
     for rows, cols in shapes(kind):

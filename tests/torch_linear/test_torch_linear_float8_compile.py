@@ -78,6 +78,7 @@ def test_opcheck(device, wants, recipe):
         torch.library.opcheck(backward, arguments, test_utils=tests[1:])  # torch compares no inputs of 8 bits
 
 
+@pytest.mark.slow
 @on_devices
 def test_compiled_with_torch_autocast_and_a_recipe_of_its_own(device):
     _dynamo.reset()

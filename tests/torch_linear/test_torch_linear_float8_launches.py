@@ -82,6 +82,7 @@ def test_as_many_kernels_as_need_be(on_a_gpu):
             assert launched(on_a_gpu) == FORWARD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"normalization": "RMSNorm", "return_layernorm_output": True}], ids=str)
 def test_a_launch_does_as_the_emulation(request, options):
     """What is kept of calls is by their layouts: other numbers of rows, dtypes and strides follow one another."""

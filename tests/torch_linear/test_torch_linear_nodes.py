@@ -241,6 +241,7 @@ def test_main_grad_is_left_to_python(driver):
     torch.testing.assert_close(module.weight.main_grad, 3 * once)
 
 
+@pytest.mark.slow
 def test_repeated_calls_have_the_bits_of_first_ones(driver):
     torch_repeats.first_then_repeated(torch_repeats.linear_calls(), torch_repeats.linear_results)
 

@@ -60,6 +60,7 @@ def operators_of(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 @on_devices
 def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward(device):
     model = Model().to(device)

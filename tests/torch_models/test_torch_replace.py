@@ -196,6 +196,7 @@ def test_a_gated_norm_of_transformers(device, name, dtypes):
     torch.testing.assert_close(compiled(x, gate), ours(x, gate))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 @pytest.mark.parametrize("name", ["mamba2", "kimi_linear", "zamba2, one group", "falcon_h1"])
 def test_what_a_gated_norm_launches(stand_in, lines, name):

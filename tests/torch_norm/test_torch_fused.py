@@ -133,6 +133,7 @@ def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
     assert dwide.dtype == torch.float64
 
 
+@pytest.mark.slow
 @needs_machine
 @pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples", "numbers of rows"])
 def test_second_derivatives_of_launches(stand_in, monkeypatch, name):

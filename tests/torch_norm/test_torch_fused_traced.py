@@ -74,6 +74,7 @@ def test_derivatives_of_the_operator(device, name):
     assert torch.autograd.gradgradcheck(function, tensors)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", FUSED)
 def test_opcheck(device, name):

@@ -46,6 +46,7 @@ def assert_same_results(ours, torchs, x, dtype):
     torch.testing.assert_close(ours, torchs, rtol=2 * eps, atol=64 * eps * largest, equal_nan=True)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])

@@ -59,6 +59,7 @@ def compiler(monkeypatch, tmp_path) -> Iterator[Compiler]:
     nodes.module()  # launches on a GPU again, if there is one
 
 
+@pytest.mark.slow
 def test_what_is_built_is_loaded(compiler):
     assert nodes.build() == ""
     assert nodes.load() is not None
@@ -73,6 +74,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_built_again(compiler, name):
     nodes.kept_file().parent.mkdir()
@@ -83,6 +85,7 @@ def test_a_damaged_file_is_built_again(compiler, name):
     assert compiler.calls == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_another_torch_is_built_again(compiler, tmp_path):
     """It is whole, and the dynamic linker refuses it."""
     other = tmp_path / "other.cpp"
@@ -128,6 +131,7 @@ def in_background(compiler, monkeypatch) -> Compiler:
     return compiler
 
 
+@pytest.mark.slow
 def test_the_first_call_that_wants_a_gradient_builds_in_the_background(in_background, monkeypatch, caplog):
     """In a process of its own, once, with one line in the log; whoever looks later finds the file."""
     torch_stand_in.play(monkeypatch)
@@ -193,6 +197,7 @@ def file_of_another_user() -> None:
 UNSAFE = [shared_folder, shared_file, link_to_a_shared_folder, file_of_another_user]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", UNSAFE, ids=lambda change: change.__name__)
 def test_what_others_may_write_is_not_loaded(compiler, monkeypatch, change):
     assert nodes.build() == ""
@@ -235,6 +240,7 @@ def test_why_it_failed_stands_in_the_report(compiler, monkeypatch, name):
     assert f"autograd's nodes are Python's, which costs the host time: {report.without_nodes}" in str(report)
 
 
+@pytest.mark.slow
 def test_a_driver_that_lacks_a_function_is_a_reason(compiler, monkeypatch):
     def missing() -> None:
         raise ImportError("libcuda.so.1: undefined symbol: cuLaunchKernelEx")
