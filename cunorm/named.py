@@ -217,9 +217,9 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
     fp8_forward.__doc__ = f"""`{name}.fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
     of_forward, of_fp8 = signature.replace(return_annotation="tuple[Any, Saved]"), _signature_of_fp8(signature)
     shown = of_forward, inspect.signature(backward), of_fp8, of_fp8
-    for attribute, signature in zip((forward, backward, fp8, fp8_forward), shown, strict=True):
+    for attribute, of_attribute in zip((forward, backward, fp8, fp8_forward), shown, strict=True):
         of_its_own(attribute)
-        attribute.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        attribute.__signature__ = of_attribute  # pyright: ignore[reportFunctionMemberAccess]
         attribute.__qualname__, attribute.__module__ = f"{name}.{attribute.__name__}", arguments.__module__
         setattr(function, attribute.__name__, attribute)
     return cast(NamedOperation[P, R], function)

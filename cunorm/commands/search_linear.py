@@ -166,7 +166,7 @@ class Arrays:
         return functions.rms_norm(arrays["x"], self._problem.cols, arrays["ln_weight"], **options)
 
     def _product(self, z: Any, index: int, y: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return the kind of the product and its pointers. z may be gone: its memory is the stream's next call's."""
+        """Return the kind of the product and its pointers. z may be freed before it runs on the same stream."""
         from ..linear import gemm
 
         arrays, _ = self._given(index)

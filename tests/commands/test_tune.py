@@ -285,7 +285,7 @@ def product_of(rows: int) -> LinearProblem:
 
 
 def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, capsys):
-    """Of 8 rows it was and of 32 it was not; more rows than the kernel takes are left out where cuBLASLt is missing."""
+    """One launch was faster for 8 rows alone; more than 32 are left out, as cuBLASLt is missing."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
 
     def search(problem, gpu, step):
@@ -307,7 +307,7 @@ def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, caps
 
 
 def test_an_algorithm_of_cublas_is_kept_where_it_was_faster(folder, monkeypatch):
-    """Of 32 rows two launches with it were faster than the one launch that ran, so the table says both."""
+    """For 32 rows the table also says that two launches run, for 512 there is no other way."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
     way = search_linear.Way(0, (66, 7, 1))
     monkeypatch.setattr(tune, "why_not", lambda *_: "")

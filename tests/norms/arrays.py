@@ -94,7 +94,7 @@ def bits(array: Array) -> Array:
 
 
 def same_bits(a: Array | None, b: Array | None) -> bool:
-    """Whether arrays are equal to the bit, NaNs included; None equals None."""
+    """Return whether arrays are equal to the bit, NaNs included; None equals None."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.dtype == b.dtype and bool((bits(a) == bits(b)).all())

@@ -46,7 +46,7 @@ def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64,
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors are equal to the bit, NaNs included."""
+    """Return whether tensors are equal to the bit, NaNs included."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
