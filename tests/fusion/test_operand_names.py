@@ -114,10 +114,11 @@ def test_the_text_knows_operands_by_their_places():
 
 
 def chunks() -> list[tuple[str, ...]]:
-    """The names that are not refused, but for that of a seed, many to a kernel, none beside that of its gradient."""
+    """The names that are not refused, but for that of a seed, MANY to a kernel, none beside that of its gradient."""
     names = [name for name in library_names() if name != SEED and not is_refused(name)]
     apart = [[name for name in names if (len(name) - len(name.lstrip("d"))) % 2 == odd] for odd in (0, 1)]
-    return [tuple(part[start : start + MANY]) for part in apart for start in range(0, len(part), MANY)]
+    starts = [(part, min(start, len(part) - MANY)) for part in apart for start in range(0, len(part), MANY)]
+    return [tuple(part[start : start + MANY]) for part, start in starts]
 
 
 def arrays(names: Iterable[str], shape: tuple[int, int, int]) -> dict[str, Any]:
