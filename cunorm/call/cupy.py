@@ -270,16 +270,20 @@ def run(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
     """Do what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
-    recipe = _recipe_of(call, eps, out, arrays, key)
-    if key is not None and recipe.everyday_on == _current_device():
-        return call.site(call, eps, out, arrays)  # which finds the recipe now
+    if key is None:
+        recipe = _recipe_of(call, eps, out, arrays)
+    else:
+        recipe = _recipes.of(key, _made, call, eps, out, arrays, key[3])
+        if recipe.everyday_on == _current_device():
+            return call.site(call, eps, out, arrays)  # which finds the recipe now
+        check_addresses(call, recipe, arrays, out)
     given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
         pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]
         check_out(call, recipe, tuple(pointers))
     with cupy.cuda.Device(recipe.device_id):
         # Sums over no rows are zero.
-        empty = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
+        empty: Any = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
         results = [
             empty(*memory) for memory in recipe.allocated[1 if out is not None and not recipe.temporary else 0 :]
         ]
@@ -315,21 +319,14 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
     launch.run(solution, recipe.device_id, stream, arguments, workspace.ptr)
 
 
-def _recipe_of(
-    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
-) -> LaunchRecipe:
+def _recipe_of(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any]) -> LaunchRecipe:
     """Return the recipe for such arrays; raise TypeError or ValueError for arrays that no kernel takes."""
     described: Sequence[Any] = (*arrays, out) if call.out else arrays
-    present: list[Any] = [array for array in described if isinstance(array, cupy.ndarray)]
-    if key is None:
-        memory = [array.data.ptr for array in present]
-        is_aligned = not any(pointer % 16 for pointer in memory) or aligned(call, arrays, out)
-        key = (call, eps, type(eps), is_aligned, *map(_described, described))
-    else:
-        is_aligned = key[3]
+    pointers = [array.data.ptr for array in _by_name(call, arrays, out).values()]
+    is_aligned = not any(pointer % 16 for pointer in pointers) or aligned(call, arrays, out)
+    key = (call, eps, type(eps), is_aligned, *map(_described, described))
     recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
-    if any(array.data.ptr % recipe.widest for array in present):
-        check_addresses(call, arrays, out)
+    check_addresses(call, recipe, arrays, out)
     return recipe
 
 
@@ -373,7 +370,7 @@ def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hasha
         elif array.shape in (shape, shape[:-1]) and array.flags.c_contiguous:
             parts += (x.ndim - array.ndim, array.dtype, array.data.device_id)
         elif array.ndim == 1:
-            parts.append(_described(array))
+            parts += (array.shape, array.strides, array.dtype, array.data.device_id)
         else:
             return None
     return tuple(parts)
@@ -434,11 +431,17 @@ def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool
     )
 
 
-def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
+def check_addresses(call: Call, recipe: LaunchRecipe, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
     """Check that each array begins where a GPU can read an element, which no recipe knows."""
-    for name, array in zip((*call.names, call.out), (*arrays, out), strict=True):
-        if isinstance(array, cupy.ndarray):
+    for name, array in _by_name(call, arrays, out).items():
+        if array.data.ptr % recipe.widest:
             layout(call.function, name, array)
+
+
+def _by_name(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> dict[str, Any]:
+    """Return the CuPy arrays of a call by name."""
+    named = zip((*call.names, call.out), (*arrays, out), strict=True)
+    return {name: array for name, array in named if isinstance(array, cupy.ndarray)}
 
 
 @lru_cache(maxsize=LIMIT)

@@ -23,7 +23,7 @@ def site(call, eps, out, arrays):
     if recipe is None or recipe.everyday_on != _current_device():
         return run(call, eps, out, arrays, key)
     if low % recipe.widest:
-        check_addresses(call, arrays, out)
+        check_addresses(call, recipe, arrays, out)
 {allocated}
     device_id = recipe.device_id
 {workspace}

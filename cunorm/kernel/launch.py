@@ -10,19 +10,20 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from threading import get_ident
 from typing import Protocol
 
 from ..plan.spec import KernelSpec
-from ..plan.steps import WORKSPACE, Step
+from ..plan.steps import WORKSPACE, Pointer, Step
 from . import driver
 from .compile import kernel
 from .source import parameters
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
+Pick = Callable[[Sequence[float]], Sequence[float]]
 NUMBERS = {"float32": "f4x", "float64": "d"}  # formats of the module `struct`, of 8 bytes each
 
 
@@ -61,16 +62,8 @@ def run(
     `arguments` are the pointers, in the order of `plan.problem.pointers`, with 0 for no array, and then the scalars.
     `stream` is a cudaStream_t. `workspace` has plan.workspace bytes at a multiple of 128, which are overwritten.
     """
-    launches = prepared(plan, device_id)
-    alone = launches.alone
-    if alone is not None:
-        write, launch = alone
-        write(*arguments)
-        launch(stream)
-        return
-    given = (*arguments, workspace)
-    for write, launch, pick in launches.launches:
-        write(*pick(given))
+    for write, launch, pick in prepared(plan, device_id, get_ident()):
+        write(*(arguments if pick is None else pick((*arguments, workspace))))
         launch(stream)
 
 
@@ -95,32 +88,28 @@ def _loaded(spec: KernelSpec, device_id: int) -> tuple[int, int]:
     return kernel(spec, device_id).ptr, len(parameters(spec))
 
 
-class Prepared(threading.local):
-    """The launches of a plan. Python calls __init__ in every thread, so that each has its own blocks of arguments."""
+@lru_cache(maxsize=4096)
+def prepared(plan: Plan, device_id: int, thread: int) -> tuple[tuple[Write, Launch, Pick | None], ...]:
+    """Return the launches of a plan, and what picks the arguments of each from those of a call and the workspace.
 
-    def __init__(self, plan: Plan, device_id: int):
-        ready = [prepare(step, device_id) for step in plan.steps]
-        # The only launch, if it takes all arguments of a call.
-        self.alone = ready[0] if len(ready) == 1 and not plan.workspace else None
-        names = (*plan.problem.pointers, *plan.problem.scalars, WORKSPACE)
-        places = {name: place for place, name in enumerate(names)}
-
-        def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
-            """Return a function that picks the arguments of one launch from those of a call."""
-            taken = [(places[name], offset) for name, offset in step.pointers]
-            taken += [(places[name], 0) for name in step.scalars]
-            if len(taken) > 1 and not any(offset for _, offset in taken):
-                return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
-            return lambda given: [given[place] + offset for place, offset in taken]
-
-        pairs = zip(ready, plan.steps, strict=True)
-        self.launches = () if self.alone else tuple((*calls, picker(step)) for calls, step in pairs)
+    A launch without a pick takes all arguments of a call. Plans are compared by identity, which takes no time in a
+    call. Each thread has launches of its own, as they hold the block that arguments are written to.
+    """
+    if len(plan.steps) == 1 and not plan.workspace:
+        return ((*prepare(plan.steps[0], device_id), None),)
+    names = (*plan.problem.pointers, *plan.problem.scalars, WORKSPACE)
+    return tuple([(*prepare(step, device_id), _pick(names, step.pointers, step.scalars)) for step in plan.steps])
 
 
 @lru_cache(maxsize=4096)
-def prepared(plan: Plan, device_id: int) -> Prepared:
-    """Return the launches of a plan. Plans are compared by identity, which takes no time in a call."""
-    return Prepared(plan, device_id)
+def _pick(names: tuple[str, ...], pointers: tuple[Pointer, ...], scalars: tuple[str, ...]) -> Pick:
+    """Return a function that picks the arguments of a launch from those of `names`."""
+    places = {name: place for place, name in enumerate(names)}
+    taken = [(places[name], offset) for name, offset in pointers]
+    taken += [(places[name], 0) for name in scalars]
+    if len(taken) > 1 and not any(offset for _, offset in taken):
+        return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
+    return lambda given: [given[place] + offset for place, offset in taken]
 
 
 def context(device_id: int) -> int:
@@ -141,7 +130,7 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
     count = len(step.pointers) + len(step.scalars) + len(step.integers)
     words = (ctypes.c_uint64 * (2 * count))()  # the address of each argument, then the arguments, which are copied
     start = ctypes.addressof(words)
-    words[:count] = range(start + 8 * count, start + 16 * count, 8)
+    struct.pack_into(f"{count}Q", words, 0, *range(start + 8 * count, start + 16 * count, 8))
     words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]
     launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
     write = partial(changing.pack_into, words, 8 * count)  # keeps `words` alive

@@ -245,7 +245,7 @@ def _step(spec: OtherSpec, grid: tuple[int, int, int], integers: tuple[int, ...]
 
 
 def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
-    return replace(step, pointers=tuple(names.get(pointer.name, pointer) for pointer in step.pointers))
+    return step._replace(pointers=tuple(names.get(pointer.name, pointer) for pointer in step.pointers))
 
 
 def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:

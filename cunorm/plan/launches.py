@@ -11,7 +11,7 @@ from math import prod
 
 from ..kernel.device import Device
 from ..operation import derivative
-from .problem import ITEMSIZE, Problem, ceil_div, only_gradients, sources
+from .problem import ITEMSIZE, Operands, Problem, ceil_div, only_gradients, sources
 from .resources import dynamic_shared, launch_shared
 from .spec import (
     LINE_COLUMNS,
@@ -63,7 +63,7 @@ def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
         if short and spec.grouped and spec.kernel == "forward":
             spec = replace(spec, weights_in_registers=False)  # the next row of a CTA may be of another group
     spec = _with_one_row_per_cta(spec) if one_row_per_cta else spec
-    step = step_of(problem, spec, (groups * spec.cluster, 1, 1), 0)
+    step = step_of(problem, spec, device, (groups * spec.cluster, 1, 1))
     return Plan(problem, device, tier_name(spec), (step,))
 
 
@@ -75,7 +75,7 @@ def _with_one_row_per_cta(spec: NormSpec) -> NormSpec:
 
 def _backward(problem: Problem, kernel: NormSpec | FewRowsSpec | None, device: Device) -> Plan:
     if isinstance(kernel, FewRowsSpec):
-        return Plan(problem, device, tier_name(kernel.rows), tuple(_few_rows_backward(problem, kernel)))
+        return Plan(problem, device, tier_name(kernel.rows), tuple(_few_rows_backward(problem, kernel, device)))
     compute, sums = ITEMSIZE[problem.compute], problem.sums
     # Four partial sums of float32 an SM; more gradients have fewer, at least one.
     most_groups = max(1, 4 * device.sms * 8 // (compute * max(2, len(sums))))
@@ -85,29 +85,25 @@ def _backward(problem: Problem, kernel: NormSpec | FewRowsSpec | None, device: D
         steps, partials = _grouped_backward(problem, device, kernel)
     else:
         steps, partials = _resident_backward(problem, device, most_groups, kernel)
-    if partials:
-        # An early launch, as that of the sums after it, gains 1 us in a stream that the host has filled, and costs up
-        # to 0.4 in a graph.
-        first = steps[0].spec
-        early, shared = device.overlaps_launches, launch_shared(first, device)
-        steps[0] = replace(steps[0], begins_early=early, dynamic_shared=shared)
-        # The sums do not depend on the number of rows.
-        steps += _sum_partials(problem.layout, device, partials, early, first.cluster <= NEXT_BEGINS_CLUSTER)
+    if partials:  # their sums do not depend on the number of rows
+        first = steps[0]
+        lets_next_begin = first.spec.cluster <= NEXT_BEGINS_CLUSTER
+        steps += _sum_partials(problem.layout, device, partials, first.begins_early, lets_next_begin)
     workspace = partials * partial_columns(problem) * compute * len(sums)
     return Plan(problem, device, tier_name(kernel) if kernel else "streamed", tuple(steps), partials, workspace)
 
 
-def _few_rows_backward(problem: Problem, spec: FewRowsSpec) -> list[Step]:
+def _few_rows_backward(problem: Problem, spec: FewRowsSpec, device: Device) -> list[Step]:
     """Return one launch, or two if dx may take the memory of x or dy, which must be read for the columns before."""
     row_ctas = ceil_div(problem.rows, spec.rows.rows_per_cta) * spec.rows.cluster
     if problem.overwrites:
         columns, rows = only_gradients(problem, problem.sums), only_gradients(problem, problem.row_results)
         return [
-            step_of(columns, spec.columns, (spec.column_ctas, 1, 1), 1),
-            step_of(rows, spec.rows, (row_ctas, 1, 1), 0),
+            step_of(columns, spec.columns, device, (spec.column_ctas, 1, 1)),
+            step_of(rows, spec.rows, device, (row_ctas, 1, 1)),
         ]
-    step = step_of(problem, spec.whole, (spec.column_ctas + row_ctas, 1, 1), 1)
-    return [replace(step, spec=spec, dynamic_shared=dynamic_shared(spec))]
+    step = step_of(problem, spec.whole, device, (spec.column_ctas + row_ctas, 1, 1))
+    return [step._replace(spec=spec, dynamic_shared=dynamic_shared(spec))]
 
 
 def _resident_backward(problem: Problem, device: Device, most_groups: int, spec: NormSpec) -> tuple[list[Step], int]:
@@ -115,7 +111,7 @@ def _resident_backward(problem: Problem, device: Device, most_groups: int, spec:
     groups = min(resident_groups(problem, spec, device), most_groups)
     # The sums of a single group are the gradients.
     spec = replace(spec, final=True) if groups == 1 and problem.sums else spec
-    step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
+    step = step_of(problem, spec, device, (groups * spec.shape.cluster, 1, 1), groups)
     return [step], groups if spec.leaves_partial_sums else 0
 
 
@@ -125,7 +121,7 @@ def _grouped_backward(problem: Problem, device: Device, spec: NormSpec) -> tuple
     ctas = _ctas_of_group(problem, spec, device)
     spec = replace(spec, final=bool(problem.sums) and ctas == 1 and _sums_are_of_groups(problem))
     partials = ctas * problem.groups.count
-    step = step_of(problem, spec, (ctas * spec.shape.cluster, 1, problem.groups.count), partials)
+    step = step_of(problem, spec, device, (ctas * spec.shape.cluster, 1, problem.groups.count), partials)
     return [step], partials if spec.leaves_partial_sums else 0
 
 
@@ -180,7 +176,7 @@ def _column_step(problem: Problem, device: Device, most_groups: int) -> tuple[St
     most_blocks = max(1, PARTIAL_CTAS * sms // partials)
     blocks = min(tiles, most_blocks) if problem.sm_margin else tiles
     spec = replace(spec, final=final, several_blocks=blocks < tiles)
-    return step_of(problem, spec, (blocks, ctas, count), partials), 0 if final else partials
+    return step_of(problem, spec, device, (blocks, ctas, count), partials), 0 if final else partials
 
 
 def _streamed_row_step(problem: Problem, device: Device) -> Step:
@@ -193,7 +189,7 @@ def _streamed_row_step(problem: Problem, device: Device) -> Step:
     plain = plain and not any(operand.inner for operand in spec.operands)
     two = plain and len(spec.matrices) + len(spec.results) <= 4 and device.arch < 100
     spec = replace(spec, ctas_per_sm=2 if two else 1)
-    return step_of(problem, spec, (resident_groups(problem, spec, device), 1, 1), 0)
+    return step_of(problem, spec, device, (resident_groups(problem, spec, device), 1, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -250,21 +246,26 @@ def resident_groups(problem: Problem, spec: NormSpec, device: Device) -> int:
     return min(ceil_div(problem.rows, spec.rows_per_cta), resident)
 
 
-def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: int) -> Step:
-    """Return the launch of a kernel that reads rows and leaves `groups` partial sums of each gradient, in turn."""
-    pointers = _pointers(problem.pointers)
-    if spec.leaves_partial_sums:
-        stride = groups * partial_columns(problem) * ITEMSIZE[problem.compute]  # from gradient to gradient
-        partials = {gradient.name: Pointer(WORKSPACE, i * stride) for i, gradient in enumerate(spec.sums)}
-        pointers = tuple(partials.get(pointer.name, pointer) for pointer in pointers)
-    group_arguments = problem.groups.arguments(problem.rows) if problem.groups else ()
-    integers = problem.rows, *problem.operands.row_arguments, *group_arguments
-    return Step(spec, grid, dynamic_shared(spec), pointers, problem.scalars, integers)
+def step_of(problem: Problem, spec: NormSpec, device: Device, grid: tuple[int, int, int], groups: int = 0) -> Step:
+    """Return the launch of a kernel that reads rows; it may leave `groups` partial sums of each gradient.
+
+    If it does, it begins early, as the launch of their sums does: that gains 1 us in a stream that the host has filled,
+    and costs up to 0.4 in a graph.
+    """
+    operands, groups_of_rows = problem.operands, problem.groups
+    group_arguments = groups_of_rows.arguments(problem.rows) if groups_of_rows else ()
+    integers = problem.rows, *operands.row_arguments, *group_arguments
+    leaves_sums = spec.leaves_partial_sums
+    pointers = _pointers(operands, groups * partial_columns(problem) * ITEMSIZE[problem.compute] if leaves_sums else 0)
+    early = leaves_sums and device.overlaps_launches
+    return Step(spec, grid, launch_shared(spec, device), pointers, operands.scalars, integers, early)
 
 
 @lru_cache(maxsize=4096)
-def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
-    return tuple(map(Pointer, names))
+def _pointers(operands: Operands, stride: int) -> tuple[Pointer, ...]:
+    """Return where each array lies. With a stride there are partial sums in the workspace, so far from each other."""
+    in_workspace = {name: Pointer(WORKSPACE, i * stride) for i, name in enumerate(operands.sums)} if stride else {}
+    return tuple(in_workspace.get(name, Pointer(name)) for name in operands.pointers)
 
 
 def partial_columns(problem: Problem) -> int:

@@ -168,6 +168,11 @@ class Operands(tuple[Operand, ...]):
         return tuple(operand.name for operand in self.summed)
 
     @cached_property
+    def row_results(self) -> tuple[str, ...]:
+        """The names of the operands that are written by rows."""
+        return tuple(operand.name for operand in self.written if operand.name not in self.sums)
+
+    @cached_property
     def matrices(self) -> tuple[Operand, ...]:
         """The operands that are read by rows: matrices, per-row scalars, and random numbers that a seed makes."""
         return tuple(operand for operand in self.read if operand.kind in ("full", "seed", "per_row"))
@@ -208,16 +213,22 @@ class Problem:
     aligned: bool = True  # every array begins at a multiple of 16 bytes
     overwrites: bool = False  # dx may take the memory of x or dy
 
+    def __hash__(self) -> int:
+        """Return a hash of the fields that tell most problems apart, because every plan looks problems up."""
+        return hash((self.rows, self.cols, self.operands))
+
     def with_rows(self, rows: int) -> Problem:
         """Return the same pass over another number of rows, where no stride depends on it.
 
-        The copy keeps every cached_property, so none may depend on rows. By replace() it takes 5 us more.
+        The copy keeps every cached_property, so none but `layout` may depend on rows. By replace() it takes 5 us more.
         """
         copy = object.__new__(Problem)
         vars(copy).update(vars(self), rows=rows)
+        if min(2, rows) != min(2, self.rows):
+            vars(copy).pop("layout", None)
         return copy
 
-    @property
+    @cached_property
     def layout(self) -> Problem:
         """The same pass of one or two rows: the key of caches that serve every number of rows.
 
@@ -270,7 +281,7 @@ class Problem:
     @property
     def row_results(self) -> tuple[str, ...]:
         """The names of the gradients that a backward pass writes by rows."""
-        return tuple(name for name in self.wanted if name not in self.sums)
+        return self.operands.row_results
 
     @property
     def bytes_moved(self) -> int:

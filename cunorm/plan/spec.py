@@ -82,7 +82,8 @@ class NormSpec:
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell most kernels apart, because every plan looks kernels up."""
-        return hash((self.operands, self.shape, self.rows_per_cta, self.ctas_per_sm, self.stages))
+        shape = self.shape
+        return hash((self.operands, shape.threads, shape.cluster, self.rows_per_cta, self.ctas_per_sm, self.stages))
 
     def __str__(self) -> str:
         """Describe the kernel in short, for logs and messages."""
@@ -104,7 +105,7 @@ class NormSpec:
     @property
     def grouped(self) -> bool:
         """Whether an operand is for groups of rows."""
-        return any(operand.kind == "group" for operand in self.operands)
+        return "group" in self.operands.kinds
 
     def is_aligned(self, operand: Operand) -> bool:
         return self.aligned if operand.kind == "full" else self.columns_aligned

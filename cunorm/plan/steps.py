@@ -21,8 +21,7 @@ class Pointer(NamedTuple):
     offset: int = 0  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One launch."""
 
     spec: KernelSpec

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import chain, pairwise, product
@@ -221,13 +221,13 @@ TUNE_VARIABLE = "CUNORM_TUNE"
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """Return the kernel of the rows of `spec` that was measured to be the fastest; None if no table has one."""
     rows = rows_of_sm(problem, device)
-    for choices in _choices(spec, device):
-        launch = next((launch for most, launch in choices if rows <= most), None)
-        # Kernels for pairs of rows have a CTA for each pair, which would take every SM.
-        if launch is None or (launch.kernel == "forward_pairs" and problem.sm_margin):
-            continue
-        if (kernel := run_by(launch, spec, device)) is not None:
-            return kernel
+    for kernels in _measured_kernels(spec, device):
+        for most, kernel in kernels:
+            if rows <= most:
+                # Kernels for pairs of rows have a CTA for each pair, which would take every SM.
+                if kernel is not None and not (kernel.kernel == "forward_pairs" and problem.sm_margin):
+                    return kernel
+                break
     return None
 
 
@@ -238,15 +238,19 @@ def algorithm(device: Device, cublas: str, cols: int, outs: int, rows: int) -> A
 
 
 @lru_cache(maxsize=4096)
-def _choices(spec: NormSpec, device: Device) -> tuple[Choices, ...]:
-    """Return the launches by the number of rows, of each table that serves a device and has the layout."""
+def _measured_kernels(spec: NormSpec, device: Device) -> tuple[tuple[tuple[float, NormSpec | None], ...], ...]:
+    """Return the kernels by the most rows per SM, of each table that serves a device and has the layout."""
     layout = layout_of(spec)
     if layout is None:
         return ()
-    return tuple(choices for _, table in tables_of(device) if (choices := table.choices(layout, spec)))
+    of_tables = (table.choices(layout, spec) for _, table in tables_of(device))
+    return tuple(
+        tuple((most, launch and run_by(launch, spec, device)) for most, launch in choices)
+        for choices in of_tables
+        if choices
+    )
 
 
-@lru_cache(maxsize=4096)
 def run_by(launch: Launch, spec: NormSpec, device: Device) -> NormSpec | None:
     """Return the kernel of the rows of `spec`, run by that launch; None if it cannot be."""
     if launch.kernel not in KERNELS[spec.kernel]:
@@ -277,7 +281,7 @@ def _in_folder(folder: Path) -> tuple[tuple[Path, Table], ...]:
 
 def forget() -> None:
     """Forget the tables, so that the next plans read the files again."""
-    for cached in (_in_folder, tables_of, _choices):
+    for cached in (_in_folder, tables_of, _measured_kernels):
         cached.cache_clear()
 
 
@@ -372,42 +376,39 @@ def _launch_of(fields: dict[str, Any]) -> Launch:
 def write(path: Path, table: Table) -> None:
     """Write a file with a line for each launch, and one for each shape of each layout."""
     launches: dict[Launch, int] = {}
-
-    def line(choices: Iterable[tuple[float, Launch | None]]) -> str:
-        return json.dumps(
-            [
+    layouts = {
+        layout: {
+            shape: [
                 [None if most == inf else most, None if launch is None else launches.setdefault(launch, len(launches))]
                 for most, launch in choices
             ]
-        )
-
-    layouts = [
-        f"  {json.dumps(layout)}: {{\n"
-        + ",\n".join(f"   {json.dumps(shape)}: {line(choices)}" for shape, choices in by_shape.items())
-        + "\n  }"
+            for shape, choices in by_shape.items()
+        }
         for layout, by_shape in table.layouts.items()
-    ]
+    }
     defaults = asdict(Launch(""))
+    fields = [{name: value for name, value in asdict(launch).items() if value != defaults[name]} for launch in launches]
+    parts = {
+        "launches": _lines(fields, 1),
+        "layouts": _lines(layouts, 2),
+        "measured": _lines(table.points, 1),
+        "products": _lines(table.products, 1),
+        "algorithms": _lines(table.algorithms, 2),
+    }
+    head = json.dumps({"version": VERSION, "arch": table.arch, "bandwidth": table.bandwidth})[:-1]
+    write_file(path, ",\n".join([head, *(f' "{name}": {text}' for name, text in parts.items())]).encode() + b"}\n")
 
-    def fields(launch: Launch) -> dict[str, Any]:
-        return {name: value for name, value in asdict(launch).items() if value != defaults[name]}
 
-    head = {"version": VERSION, "arch": table.arch, "bandwidth": table.bandwidth}
-    text = json.dumps(head)[:-1] + ',\n "launches": [\n'
-    text += ",\n".join(f"  {json.dumps(fields(launch))}" for launch in launches)
-    text += '\n ],\n "layouts": {\n' + ",\n".join(layouts) + "\n }"
-    measured_lines = [
-        f"  {json.dumps(layout)}: {json.dumps({shape: list(numbers) for shape, numbers in by_shape.items()})}"
-        for layout, by_shape in table.points.items()
-    ]
-    text += ',\n "measured": {\n' + ",\n".join(measured_lines) + "\n }" if measured_lines else ""
-    product_lines = [f"  {json.dumps(str(cols))}: {json.dumps(by_outs)}" for cols, by_outs in table.products.items()]
-    text += ',\n "products": {\n' + ",\n".join(product_lines) + "\n }" if product_lines else ""
-    algorithm_lines = [
-        f"  {json.dumps(cublas)}: {{\n"
-        + ",\n".join(f"   {json.dumps(str(cols))}: {json.dumps(by_outs)}" for cols, by_outs in by_cols.items())
-        + "\n  }"
-        for cublas, by_cols in table.algorithms.items()
-    ]
-    text += ',\n "algorithms": {\n' + ",\n".join(algorithm_lines) + "\n }" if algorithm_lines else ""
-    write_file(path, (text + "}\n").encode())
+def _lines(content: Any, depth: int, margin: str = " ") -> str:
+    """Return JSON in which what lies `depth` levels below has a line of its own."""
+    if depth == 0 or not content:
+        return json.dumps(content)
+    inner = margin + " "
+    if isinstance(content, list):
+        (first, last), items = "[]", [_lines(item, depth - 1, inner) for item in content]
+    else:
+        (first, last), names = "{}", (json.dumps(str(name)) for name in content)
+        items = [
+            f"{name}: {_lines(item, depth - 1, inner)}" for name, item in zip(names, content.values(), strict=True)
+        ]
+    return f"{first}\n" + ",\n".join(inner + item for item in items) + f"\n{margin}{last}"

@@ -6,7 +6,6 @@ import inspect
 import keyword
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +167,7 @@ def test_a_launch_that_passes_more_than_its_kernel_takes_is_none(monkeypatch):
     """Whatever the reason: here a step that was given one number too many."""
     problem = forward_problem(fused(["z"]).operation, 3, 33, dict.fromkeys(("x", "y", "s", "z"), "float32"))
     right = plan(problem, SMALL)
-    step = replace(right.steps[0], integers=(*right.steps[0].integers, 1))
+    step = right.steps[0]._replace(integers=(*right.steps[0].integers, 1))
     monkeypatch.setattr(launch, "kernel", lambda *_: SimpleNamespace(ptr=1))
     with pytest.raises(RuntimeError, match=r"must pass as many arguments as its kernel has parameters, 9; got 10"):
         launch.address(step, -1)  # of no GPU

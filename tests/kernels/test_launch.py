@@ -90,6 +90,6 @@ def test_threads_that_launch_one_plan_at_once():
 def test_a_launch_that_cuda_refuses():
     """More shared memory than there is."""
     good = plan_of("forward", 1000)
-    bad = replace(good, steps=(replace(good.steps[0], dynamic_shared=1 << 20),))
+    bad = replace(good, steps=(good.steps[0]._replace(dynamic_shared=1 << 20),))
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):
         launch.run(bad, 0, 0, (*[0] * len(bad.problem.pointers), 1e-5))

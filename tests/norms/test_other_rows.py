@@ -126,9 +126,9 @@ def test_a_loaded_kernel_is_found_without_its_text(monkeypatch, direction, op):
     device_id = -1  # of no GPU: what is loaded here must not be launched elsewhere
     launch._loaded.cache_clear()
     plans = {rows: plan(problem(direction, rows, 1024, "bfloat16", op), H100) for rows in range(20_000, 20_100)}
-    launch.prepared(plans.pop(20_000), device_id)
+    launch.prepared(plans.pop(20_000), device_id, 0)
     assert len(loads) == len({*loads})
     for module, name in ((source, "parameters"), (launch, "parameters"), (launch, "kernel"), (source, "source")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("made again"))
     for solution in plans.values():
-        launch.prepared(solution, device_id)
+        launch.prepared(solution, device_id, 0)
