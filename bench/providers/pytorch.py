@@ -1,4 +1,4 @@
-"""torch's own operators, and what torch.compile makes of them."""
+"""torch's own operators, in eager mode and compiled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Eager(Provider):
 
 
 class Compiled(Provider):
-    """Backward is the graph that torch.compile made for autograd, from what its forward pass saved."""
+    """torch.compile; its backward pass is the graph for autograd, on what its forward pass saved."""
 
     name = "torch.compile"
     views = True
@@ -58,9 +58,9 @@ class Compiled(Provider):
     def prepare(self, case, b):
         import torch
 
-        if self.function is None:  # one for all sets of buffers
+        if self.function is None:  # one function serves all sets of buffers
             f, shape, eps, dtype = torch.nn.functional, (case.cols,), case.eps, b.x.dtype
-            # A wider weight would widen y.
+            # A wider weight would make y wider.
             if case.op == "layer_norm":
                 function = lambda x, w, bias: f.layer_norm(x, shape, w, bias, eps).to(dtype)  # noqa: E731
             else:
@@ -86,7 +86,7 @@ class Compiled(Provider):
 
 
 class Autotuned(Compiled):
-    """Every launch configuration that Inductor knows, tried at the first call. The bench makes the CUDA graphs."""
+    """torch.compile that tries every launch configuration at the first call; the bench makes the CUDA graphs."""
 
     name = "torch.compile max-autotune"
     seconds = 5.0
