@@ -71,7 +71,7 @@ def by_func_grad(f, x, weight, t):
         return lambda x: grad(loss)(x).square().sum()
 
     losses = [loss, then(loss), then(then(loss)), then(then(then(loss)))]
-    return [grad(loss)(x) for loss in losses]
+    return [grad(scalar)(x) for scalar in losses]
 
 
 def by_jvp(f, x, weight, t):

@@ -28,7 +28,7 @@ class Bad(NamedTuple):
     what: str
     change: Callable[[dict], dict]  # the good arguments -> those that differ
     error: type[Exception]
-    phrase: str = ""  # of the message on a GPU; on the CPU it is torch's own
+    phrase: str = ""  # a part of the message on a GPU; on the CPU the message is torch's own
 
 
 def sparse(a: dict) -> dict:

@@ -23,7 +23,7 @@ class Launches:
         self.machine = cpu_device.Machine()
         self.plans: list[Any] = []
         self.streams: list[int] = []
-        self._views: dict[int, numpy.ndarray] = {}  # of the memory of tensors, by the pointers that a launch is given
+        self._views: dict[int, numpy.ndarray] = {}  # views of the tensors' memory, by the pointers of launches
         data_ptr = torch.Tensor.data_ptr
 
         def pointer(tensor: Any) -> int:
