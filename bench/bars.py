@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     cases: int  # how many were measured
     held: int
     worst: tuple[tuple[float, str], ...]  # our time over what is allowed, and the case; worst first
-    share: float = 1.0  # of the cases, which must hold
+    share: float = 1.0  # this part of the cases must hold
 
     @property
     def holds(self) -> bool | None:

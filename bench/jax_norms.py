@@ -32,7 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs me
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
 SECONDS, REPEATS = 0.2, 5  # seconds of a loop, and loops whose median counts
-TURN_BYTES = 1.6e9  # that a turn of the loop moves at least, in about 0.4 ms, so that its overhead of 3 us is small
+TURN_BYTES = 1.6e9  # a turn of the loop moves at least these, in about 0.4 ms, so that its overhead of 3 us is small
 LAYERS, LAYER_SHAPE = 48, (4096, 1024)
 PROVIDERS = ("cunorm", "XLA")
 

@@ -38,7 +38,7 @@ SHAPES = (
 )
 EPS = 1e-5
 ROUNDS = 40
-MICROSECONDS = 400  # that a graph takes at least
+MICROSECONDS = 400  # a graph takes at least this long
 DIRECTIONS = ("forward", "backward")
 PARTS = ("speed", "memory", "host")
 ERROR = 8e-3  # the largest relative error that bfloat16 explains

@@ -226,7 +226,7 @@ def kernels(rows: int, cols: int, outs: int) -> dict[str, Any]:
             torch.cuda.synchronize()
         times: dict[str, list[float]] = {}
         for event in taken.events() or ():
-            if event.device_type == DeviceType.CUDA:  # which is equal, and never the same object
+            if event.device_type == DeviceType.CUDA:  # the two are equal, but never the same object
                 times.setdefault(event.name, []).append(event.time_range.elapsed_us())
         by_kind[name] = [
             [kernel[:100], len(each) / PROFILED, round(sum(each) / PROFILED, 2)] for kernel, each in times.items()

@@ -29,7 +29,7 @@ WHOLE = ((8192, 4096, 12288), (8192, 8192, 10240))  # rows, in, out on all ranks
 FEWER = tuple((rows, 4096, 12288) for rows in (128, 512, 1024, 2048, 4096))
 SIZES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 64 << 20)  # bytes that a rank receives
 TURNS = 9
-SECONDS = 0.012  # that a contender's turn takes
+SECONDS = 0.012  # a contender's turn takes about this long
 
 Call = Callable[[], Any]
 

@@ -81,7 +81,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Results:
-    environments: dict[str, dict[str, Any]]  # by file
+    environments: dict[str, dict[str, Any]]  # the first line of each file
     measured: list[Measured]
 
     def select(self, *, suite: str | None = None, **wanted: Any) -> Iterator[Measured]:

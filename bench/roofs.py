@@ -21,7 +21,7 @@ from bench.roof import Kernels, Variant, distinct
 Key = tuple[int, int]  # reads for one write, log2 of the bytes of an array
 FINALISTS = 6  # variants that the first stage keeps
 KEPT = 2  # variants that the second stage keeps
-COARSE_BYTES = 4e8  # that a measurement of the first stage moves at least
+COARSE_BYTES = 4e8  # a measurement of the first stage moves at least these
 COARSE = 3  # measurements of each variant in the first stage
 
 

@@ -40,7 +40,7 @@ class Contender:
     name: str
     line: Line
     timer: timing.Timer | None = None
-    variant: Any = None  # of a roof
+    variant: Any = None  # a roof has one
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Runner:
     console: Console
     roofs: Any = None  # bench.roofs.Roofs; None: no roof
     deadline: float = float("inf")
-    peer_seconds: float = float("inf")  # that preparing a provider but ours may take in the whole run
+    peer_seconds: float = float("inf")  # a peer may take this long to be prepared in the whole run
     lines: list[Line] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=dict)
 

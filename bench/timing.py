@@ -25,9 +25,9 @@ from cunorm.commands.timing import (
 )
 
 BURST = 16  # calls in a row, which are so few that the host waits for none
-LOOP_BYTES = 1.6e9  # that a turn of XLA's loop moves, in about 0.4 ms, so that its overhead of 3 us is small
-LOOP_CALLS = 128  # of a turn at most, because XLA compiles each
-LOOP_SECONDS = 0.02  # that a loop takes
+LOOP_BYTES = 1.6e9  # a turn of XLA's loop moves these, in about 0.4 ms, so that its overhead of 3 us is small
+LOOP_CALLS = 128  # a turn has no more, because XLA compiles each
+LOOP_SECONDS = 0.02  # a loop takes about this long
 METHODS = {
     "cupy": "CUDA graph, CUDA events",
     "torch": "CUDA graph, CUDA events",

@@ -52,7 +52,7 @@ class Provider:
         """Forget what was compiled for one case."""
 
 
-def autograd(forward: Callable[..., Any], case: Case, b: Any) -> Callable[[], Any]:
+def autograd(forward: Callable[..., Any], b: Any) -> Callable[[], Any]:
     """Return the backward pass that torch's autograd records for forward(x, weight[, bias])."""
     import torch
 

@@ -36,7 +36,7 @@ class Eager(Provider):
         if hasattr(aten, "_fused_rms_norm_backward"):
             rstd = b.rstd[..., None]
             return lambda: aten._fused_rms_norm_backward(b.dy, b.x, shape, rstd, b.weight, [True, True])
-        return autograd(lambda x, w: torch.nn.functional.rms_norm(x, shape, w, case.eps), case, b)
+        return autograd(lambda x, w: torch.nn.functional.rms_norm(x, shape, w, case.eps), b)
 
 
 class Compiled(Provider):
@@ -68,7 +68,7 @@ class Compiled(Provider):
             self.function = torch.compile(function, dynamic=False, mode=self.mode)
         function = self.function
         if case.direction == "backward":
-            return autograd(function, case, b)
+            return autograd(function, b)
         arguments = [t for t in (b.x, b.weight, b.bias) if t is not None]
 
         def run():

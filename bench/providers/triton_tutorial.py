@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.providers.base import Provider, autograd
 from bench.providers.pytorch import load_torch
 
-MOST_BYTES = 65536  # that a row may have
+MOST_BYTES = 65536  # a row may have no more
 
 
 class TritonTutorial(Provider):
@@ -44,4 +44,4 @@ class TritonTutorial(Provider):
         shape = (case.cols,)
         if case.direction == "forward":
             return lambda: self.layer_norm(b.x, shape, b.weight, b.bias, case.eps)
-        return autograd(lambda x, w, bias: self.layer_norm(x, shape, w, bias, case.eps), case, b)
+        return autograd(lambda x, w, bias: self.layer_norm(x, shape, w, bias, case.eps), b)
