@@ -88,7 +88,7 @@ def test_opcheck(device, name):
 
 
 def test_results_are_not_the_memory_of_inputs():
-    """The formulas hand an input on as it is: z to y, and r to s."""
+    """Here s is equal to x, and the gradient of z to dy, but neither shares its memory."""
     op = cunorm.fuse("rms_norm", prologue=lambda x, r: x + 0 * r, epilogue=lambda xhat, z: xhat + z, returns=("y", "s"))
     x, r, z = (random(3, 8, seed=seed).requires_grad_() for seed in range(3))
     (y, s), saved = op.forward(x, r=r, z=z)

@@ -1,4 +1,4 @@
-"""Views in PyTorch: kernels read and write them through autograd, out and dx_out, without copies."""
+"""Views in PyTorch: kernels read and write them through autograd, out and dx_out, and copies are logged."""
 
 from __future__ import annotations
 
