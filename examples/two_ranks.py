@@ -5,6 +5,7 @@
 With two GPUs it uses them and NCCL, else the CPU and gloo.
 """
 
+# torchrun --nproc-per-node 2 examples/two_ranks.py
 import os
 
 import torch
