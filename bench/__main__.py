@@ -29,19 +29,21 @@ def _parser() -> argparse.ArgumentParser:
         "checked first.",
     )
     run.add_argument("--suite", choices=SUITES, help=f"a set of cases instead of those below. {suites}")
-    run.add_argument("--step", type=int, help="of the columns of the suite long; 12288 unless told")
+    run.add_argument("--step", type=int, help="between the numbers of columns of the suite long; default: 12288")
     run.add_argument("--op", nargs="+", choices=OPS, default=OPS)
     run.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     run.add_argument("--dtype", nargs="+", choices=DTYPES, help="of x, weight and bias; bf16 without --suite")
     run.add_argument("--cols", nargs="+", default=["4096"], metavar="N", help="row lengths, or a:b for doublings")
-    run.add_argument("--rows", nargs="+", default=[], metavar="N", help="as --cols; else what makes 64 M elements")
-    run.add_argument("--providers", nargs="+", metavar="NAME", help="those to measure; else all that can be imported")
-    run.add_argument("--without", nargs="+", default=[], metavar="NAME", help="of those not measured; roof is one too")
-    run.add_argument("--sample", type=int, metavar="N", help="N shapes drawn by --seed, with both norms and directions")
-    run.add_argument("--seed", type=int, default=0, help="of the order in which cases are measured, too")
-    run.add_argument("--seconds", type=float, metavar="S", help="stop after so many; as many cases as they allow")
+    run.add_argument("--rows", nargs="+", default=[], metavar="N", help="as --cols; default: to make 64 M elements")
     run.add_argument(
-        "--peer-seconds", type=float, metavar="S", help="that one peer may take to compile and tune in all"
+        "--providers", nargs="+", metavar="NAME", help="those to measure; default: all that can be imported"
+    )
+    run.add_argument("--without", nargs="+", default=[], metavar="NAME", help="those not to measure; roof is one too")
+    run.add_argument("--sample", type=int, metavar="N", help="N shapes drawn by --seed, with both norms and directions")
+    run.add_argument("--seed", type=int, default=0, help="draws the shapes, and the order in which they are measured")
+    run.add_argument("--seconds", type=float, metavar="S", help="stop after this many")
+    run.add_argument(
+        "--peer-seconds", type=float, metavar="S", help="how many one peer may take in all to compile and tune"
     )
     run.add_argument(
         "--triton-tutorial", metavar="FILE", help="your copy of Triton's python/tutorials/05-layer-norm.py"
@@ -56,14 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Rebuild the tables of docs/speed.md and docs/plots from bench/results, and print the bars.",
     )
     report.add_argument("files", nargs="*", type=Path, help="print bars and losses of these files, and change nothing")
-    report.add_argument("--commit", help="of whose results; needed where bench/results has several commits'")
+    report.add_argument("--commit", help="whose results to take; needed if bench/results has those of several commits")
     report.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
     report.set_defaults(command=_report)
     return parser
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """What a run measures, in its order."""
+    """Return the cases that a run measures, in its order."""
     if options.suite:
         dtypes = [DTYPES[dtype] for dtype in options.dtype or DTYPES]
         cases = [
@@ -102,18 +104,18 @@ def _run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     wanted = [p for p in everybody if p.name in (options.providers or names) and p.name not in options.without]
-    found, missing = providers.available(wanted)
-    if not found:
+    available, missing = providers.available(wanted)
+    if not available:
         for name, reason in missing.items():
             print(f"{name}: {reason}", file=sys.stderr)
         print("bench: nobody can be measured here; a GPU and CuPy are needed.", file=sys.stderr)
         return 1
     console = Console() if sys.stdout.isatty() else Console(width=400)
-    return _measured(options, cases, found, missing, console)
+    return _measured(options, cases, available, missing, console)
 
 
-def _measured(options, cases, found, missing, console) -> int:
-    """Runs the cases; after a fault that takes the GPU with it, in a new process and without whoever made it."""
+def _measured(options, cases, available, missing, console) -> int:
+    """Run the cases; after a fault that leaves the GPU unusable, go on in a new process without its provider."""
     from bench.environment import environment, this_commit
     from bench.roofs import Roofs
     from bench.runner import DeviceLostError, Runner
@@ -126,14 +128,14 @@ def _measured(options, cases, found, missing, console) -> int:
     out = options.out.open("a" if goes_on else "w") if options.out else None
     for name, reason in missing.items():
         console.print(f"not measured: {name}: {reason}", markup=False)
-    runner = Runner(found, out, console, deadline=deadline, peer_seconds=options.peer_seconds or float("inf"))
+    runner = Runner(available, out, console, deadline=deadline, peer_seconds=options.peer_seconds or float("inf"))
     if not goes_on:
-        versions = {provider.name: version for provider, version in found}
+        versions = {provider.name: version for provider, version in available}
         runner.note(environment(this_commit(), versions, missing))
-    if (ours := found[0][0]).name == OURS:
+    if (ours := available[0][0]).name == OURS:
         likely = cases
-        if options.seconds is not None:  # as many as there may be time for
-            each = sum(provider.seconds for provider, _ in found)
+        if options.seconds is not None:  # only those for which there may be time
+            each = sum(provider.seconds for provider, _ in available)
             likely = cases[: int(options.seconds / each) + 4]
         console.print(f"{ours.precompile(likely, deadline)} kernels ready after {time.perf_counter() - begun:.1f} s")
     try:
@@ -158,7 +160,7 @@ def _measured(options, cases, found, missing, console) -> int:
 
 
 def _say(options: argparse.Namespace, lines: list, console) -> None:
-    """What the run found: the bars of a suite, of all that its file holds; else a table of the cases."""
+    """Print the bars of a suite, over all that its file holds, or without a suite a table of the cases."""
     from bench.bars import bars
     from bench.report import bars_text
     from bench.results import Results, group
@@ -172,7 +174,7 @@ def _say(options: argparse.Namespace, lines: list, console) -> None:
 
 
 def _go_on(options: argparse.Namespace, broken: str, seconds: float) -> None:
-    """Does not return. A case that ours breaks has its line and is not tried again; who else breaks one is left out."""
+    """Go on in a new process, without the provider that is broken unless it is ours; the case has its line by now."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"] + ["--resume"]
     without = [*options.without, *([broken] if broken != OURS else [])]
     if without:

@@ -1,19 +1,21 @@
-"""Steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
+"""Time steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
 
     python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes host eager compile ...]
                                 [--cases training autocast forward ...] [--ready-within SECONDS] [--out FILE]
 
-A model, a mode and a case are a process. All of eager mode get ready side by side, then all of the compiled modes; when
-all are ready they are measured one after the other. In a process copies of the model with random weights take turns, in
-bfloat16. A line of JSON is a process: the median milliseconds of a step until the GPU is done and until the host is,
-and of torch's in the same turn; the losses of the first and third step; the peak of the second step's memory beyond
-what was held before, and what a contender holds after three (CUDA graphs have one pool in a process, which the first
-contender pays for); how long the first step took, which compiles, beside the other processes, in mode compile with
-nothing in a cache; how many calls of norms `accelerate` says that cunorm ran and torch; and torch's last step of a turn
-over the one before it.
+Each model, mode and case has a process. Those of eager mode get ready side by side, then those of the compiled modes,
+and when all are ready they are measured one after the other. In a process, copies of the model with random weights take
+turns, in bfloat16. Each process writes a line of JSON with
+- the median milliseconds of a step until the GPU is done and until the host is, and over torch's in the same turn;
+- torch's last step of a turn over the one before it;
+- the losses of the first and third step;
+- the peak of the second step's memory beyond what was held before, and what a contender holds after three (CUDA graphs
+  have one pool in a process, which the first contender pays for);
+- the seconds of the first step, which compiles beside the other processes, in mode compile without any cache;
+- how many calls of norms cunorm ran and torch ran, by the report of `accelerate`.
 
-In eager mode Liger is beside them where it is installed and knows the model: its norms alone, and its gated product
-too. What it patches for every model of a process, its rotary embedding, is left out.
+In eager mode Liger is measured too where it is installed and knows the model: only its norms, and with its gated
+product. Its rotary embedding is left out, because it would be patched for every model of the process.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ CONTENDERS = {
     "compile": ("torch", "accelerate"),
     "reduce-overhead": ("torch", "accelerate"),
 }
-# What Liger calls a model that it knows.
+# Liger's names of the models that it knows.
 OF_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 LIGER = {
     "Liger, norms": {"rope": False, "fused_linear_cross_entropy": False, "swiglu": False, "geglu": False},
     "Liger": {"rope": False, "fused_linear_cross_entropy": False},
 }
-# Turns of few steps each, so that what slows the host meets all alike; the first turns are left out. So is the first
-# step of a turn, which finds dynamo's guards, caches and the GPU's L2 as another copy left them.
+# Turns have few steps, so that whatever slows the host slows all contenders alike. The first turns do not count, nor
+# does the first step of a turn, which finds dynamo's guards, caches and the GPU's L2 as another copy left them.
 ROUNDS, WARM, STEPS = 14, 2, 3
 Step = Callable[[], torch.Tensor]
 
 
 class Case(NamedTuple):
-    """What a step computes. Parameters of float32 are used under autocast to bfloat16."""
+    """Size and kind of a step. Parameters in float32 are used under autocast to bfloat16."""
 
     batch: int = BATCH
     sequence: int = SEQUENCE
@@ -90,27 +92,27 @@ def main() -> None:
     parser.add_argument("--ready-within", type=float, default=600, help="seconds for each kind of mode")
     parser.add_argument("--out", type=Path, default=Path("bench/results/torch/accelerated.jsonl"))
     arguments = parser.parse_args()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process, where all would take all cores
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each of the processes would take all cores
     with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         if "host" in arguments.modes:
             host(write)
         for modes in ({"eager"}, CONTENDERS.keys() - {"eager"}):
             wanted = (mode for mode in arguments.modes if mode in modes)
-            jobs = [(*one, arguments.layers) for one in product(wanted, arguments.cases, arguments.models)]
+            jobs = [(*job, arguments.layers) for job in product(wanted, arguments.cases, arguments.models)]
             for (mode, case, name, layers), figures in in_turns(prepared, jobs, arguments.ready_within):
                 write("step", model=name, layers=layers, mode=mode, case=case, **figures)
 
 
 def host(write: Callable[..., None]) -> None:
-    """Microseconds of the host for a sum and the norm of it, both read on, forward and backward: of ten in a row."""
+    """Write the host's microseconds for a sum and its norm, both passes, as one of ten that follow one another."""
     for op in ("layer_norm", "rms_norm"):
         x, dy = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16).unbind()
         norm = (nn.LayerNorm if op == "layer_norm" else nn.RMSNorm)(1024, device="cuda", dtype=torch.bfloat16)
         add = getattr(cunorm.torch, f"add_{op}")
         norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
         replace_norms(norms["replaced"])
-        pairs: dict[str, Callable[..., Any]] = {who: partial(apart, one) for who, one in norms.items()}
+        pairs: dict[str, Callable[..., Any]] = {who: partial(apart, module) for who, module in norms.items()}
         pairs["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
         x.requires_grad_()
 
@@ -130,17 +132,17 @@ def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tens
 
 
 def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], dict[str, Any]]:
-    """Copies of a model, each after three steps; what measures them in turns."""
+    """Let copies of a model do three steps each, and return what measures them in turns."""
     began = time.perf_counter()
     case = CASES[case_name]
     original, inputs, labels = build(name, case.dtype, layers, case.batch, case.sequence)
     contenders = CONTENDERS[mode]
     if mode == "eager" and name in OF_LIGER and find_spec("liger_kernel"):
         contenders += tuple(LIGER)
-    if mode != "eager":  # imports what compiles, which is no contender's time
+    if mode != "eager":  # imports the compiler before a contender's time is taken
         torch.compile(nn.Linear(8, 8, device="cuda"))(torch.ones(8, 8, device="cuda")).sum().backward()
     steps, took, peak, held, losses, reports = {}, {}, {}, {}, {}, {}
-    # What compiles second finds things that the first left, so each is first in half of the models.
+    # The second to compile finds things that the first left, so each contender is first for half of the models.
     for who in contenders[::-1] if mode != "eager" and NAMES.index(name) % 2 else contenders:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -165,7 +167,7 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
 
     def measured() -> dict[str, Any]:
         gc.collect()
-        gc.freeze()  # a collection of all that transformers made takes longer than a step
+        gc.freeze()  # or a garbage collection, of all that transformers made, would take longer than a step
         done, host = times_of({who: steps[who] for who in contenders})
         itself = {"one": done["torch"][0::2], "next": done["torch"][1::2]}
         return {
@@ -185,7 +187,7 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
 
 
 def ran(reports: dict[str, Any]) -> dict[str, list[int]]:
-    """How often norms that choose ran our kernel, and how often torch's."""
+    """Return how often the norms that have a choice ran our kernel, and how often torch's."""
     counts = {who: report.ran().values() for who, report in reports.items() if isinstance(report, Acceleration)}
     return {
         who: [sum(norm.by_cunorm for norm in norms), sum(norm.by_torch for norm in norms)]
@@ -198,7 +200,7 @@ def by_liger(model: nn.Module, name: str, parts: dict[str, bool]) -> None:
 
     patch = getattr(transformers, f"apply_liger_kernel_to_{OF_LIGER[name]}")
     known = inspect.signature(patch).parameters
-    # It replaces the module's classes too, of which the next model would be built.
+    # The patch also replaces the module's classes, from which the next model would be built.
     classes = vars(sys.modules[type(model).__module__])
     before = dict(classes)
     patch(model=model, **{part: wanted for part, wanted in parts.items() if part in known})
@@ -228,7 +230,7 @@ def peak_of(step: Step) -> int:
 
 
 def times_of(steps: dict[str, Step]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of the steps that count, until the GPU is done and until the host is."""
+    """Return the milliseconds of the steps that count, until the GPU is done and until the host is."""
     done: dict[str, list[float]] = {who: [] for who in steps}
     host: dict[str, list[float]] = {who: [] for who in steps}
     for turn in range(ROUNDS):
@@ -250,10 +252,10 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def of_first(times: dict[str, list[float]]) -> dict[str, float]:
-    """Medians of what a step takes of the first contender's in the same turn."""
+    """Return the median of each contender's time over the first contender's in the same turn."""
     first, *others = times
     pairs = {who: zip(times[who], times[first], strict=True) for who in others}
-    return {who: round(statistics.median(one / base for one, base in pairs[who]), 4) for who in others}
+    return {who: round(statistics.median(own / base for own, base in pairs[who]), 4) for who in others}
 
 
 if __name__ == "__main__":

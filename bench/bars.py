@@ -1,4 +1,4 @@
-"""The bars this project sets itself, held against results: which hold, which do not, and by how much."""
+"""The bars that this project sets itself: which of them hold by the results, and by how much."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from bench.suites import DIRECTIONS, FEW_ROWS, LONG, WIDTHS, Case
 
 FRACTION, ADDED = {"forward": 0.96, "backward": 0.95}, {"forward": 0.8e-6, "backward": 2.5e-6}
 LONG_FRACTION = {"forward": 0.94, "backward": 0.90}
-LAST_LONG_BACKWARD = 0.85  # of the longest rows
+LAST_LONG_BACKWARD = 0.85  # for the longest rows
 HEADS_FRACTION = {"forward": 0.93, "backward": 0.85}
 ODD_FRACTION = {"forward": 0.80, "backward": 0.75}
 BEHIND_SHARE = 0.02
 HOST_RATIO = 1.5
 
-Judged = list[tuple[Measured, float]]  # our time over what the bar allows
+Judged = list[tuple[Measured, float]]  # each with our time over what the bar allows
 
 
 class Bar(NamedTuple):
@@ -24,48 +24,48 @@ class Bar(NamedTuple):
     cases: int  # how many were measured
     held: int
     worst: tuple[tuple[float, str], ...]  # our time over what is allowed, and the case; worst first
-    share: float = 1.0  # of the cases that must hold
+    share: float = 1.0  # this part of the cases must hold
 
     @property
     def holds(self) -> bool | None:
-        """None where nothing was measured."""
+        """Whether the bar holds, or None where nothing was measured."""
         return self.held >= self.share * self.cases if self.cases else None
 
 
 def at_width(case: Case, roof: float) -> float:
-    """Seconds that a case of any width may take, by the time of the roof."""
+    """Return the seconds that a case of usual width may take, by the time of the roof."""
     return roof / FRACTION[case.direction] + ADDED[case.direction]
 
 
 def at_length(case: Case, roof: float) -> float:
-    """The same for long rows."""
+    """Return the seconds that a case of long rows may take, by the time of the roof."""
     last = case.cols >= LONG[1] and case.direction == "backward"
     return roof / (LAST_LONG_BACKWARD if last else LONG_FRACTION[case.direction])
 
 
 def at_any(case: Case, roof: float) -> float | None:
-    """The same by the columns; None where no bar is set."""
+    """Return the seconds that a case may take by its columns, or None where no bar is set."""
     if WIDTHS[0] <= case.cols <= WIDTHS[-1]:
         return at_width(case, roof)
     return at_length(case, roof) if case.cols >= LONG[0] else None
 
 
 def beside_peers(best: float) -> float:
-    """Seconds that we may take and not be behind."""
+    """Return the seconds that we may take without being behind the best peer."""
     return best + max(BEHIND_FRACTION * best, BEHIND_SECONDS)
 
 
 def bars(results: Results) -> list[Bar]:
-    """Every bar, in the order of the issue that set them."""
-    found = []
+    """Return every bar, in the order of docs/speed.md."""
+    judged_bars = []
 
     def add(what: str, judged: Judged, share: float = 1.0, figure: str = "microseconds") -> None:
-        once: dict[Case, tuple[Measured, float]] = {}  # in whatever files a case is: its worst measurement
+        once: dict[Case, tuple[Measured, float]] = {}  # the worst measurement of each case, of all files
         for entry, ratio in sorted(judged, key=lambda pair: -pair[1]):
             once.setdefault(entry.case, (entry, ratio))
         held = sum(ratio <= 1 for _, ratio in once.values())
         named = tuple((ratio, _where(entry, figure)) for entry, ratio in list(once.values())[:5])
-        found.append(Bar(what, len(once), held, named, share))
+        judged_bars.append(Bar(what, len(once), held, named, share))
 
     def roof_bar(suite: str, allowed: Callable[[Case, float], float | None], direction: str, **wanted) -> Judged:
         return _of_roof(results.select(suite=suite, direction=direction, **wanted), allowed)
@@ -104,41 +104,41 @@ def bars(results: Results) -> list[Bar]:
         1.0,
         "host_microseconds",
     )
-    return found
+    return judged_bars
 
 
 def _of_roof(entries: Iterable[Measured], allowed: Callable[[Case, float], float | None]) -> Judged:
-    found = []
+    judged = []
     for entry in entries:
         ours, roof = entry.seconds(OURS), entry.seconds(ROOF)
         if entry.refused:
-            found.append((entry, float("inf")))
+            judged.append((entry, float("inf")))
         elif ours and roof and (limit := allowed(entry.case, roof)):
-            found.append((entry, ours / limit))
-    return found
+            judged.append((entry, ours / limit))
+    return judged
 
 
 def _of_peers(entries: Iterable[Measured], allowed: Callable[[float], float]) -> Judged:
-    """A case without peers says nothing of peers."""
-    found = []
+    """Judge the cases that have peers."""
+    judged = []
     for entry in entries:
         ours, best = entry.seconds(OURS), entry.best_peer
         if best is not None and (entry.refused or ours):
-            found.append((entry, float("inf") if entry.refused or not ours else ours / allowed(best)))
-    return found
+            judged.append((entry, float("inf") if entry.refused or not ours else ours / allowed(best)))
+    return judged
 
 
 def _of_host(entries: Iterable[Measured]) -> Judged:
-    found = []
+    judged = []
     for entry in entries:
         ours, bare = (entry.lines.get(name, {}).get("host_microseconds") for name in (OURS, ROOF))
         if ours and bare:
-            found.append((entry, ours / (HOST_RATIO * bare)))
-    return found
+            judged.append((entry, ours / (HOST_RATIO * bare)))
+    return judged
 
 
 def _where(entry: Measured, figure: str) -> str:
-    """The case with our time, the roof's and the fastest peer's."""
+    """Return the case with our time, the roof's and the fastest peer's, as text."""
     figures = [
         f"{name} {line[figure]:.2f} us" if figure in line else f"{name} {line['status']}"
         for name in (OURS, ROOF, *entry.peers[:1])

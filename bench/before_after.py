@@ -1,9 +1,9 @@
-"""Two commits of cunorm in one run, in turns: `python -m bench.before_after --before DIR [--changed] [--out FILE]`.
+"""Compare two commits of cunorm in turns: `python -m bench.before_after --before DIR [--changed] [--out FILE]`.
 
 DIR is a checkout of the earlier commit. Its package is loaded under another name, so that both work on the same buffers
 in one process. The problems are those of bench.freeze: the bench's suites, the compile matrix, and named and drawn
-operations, fused and in FP8. A line is a problem: the median of a call before and after in us, in CUDA graphs over
-rotating buffers (cold L2), replayed in turns.
+operations, fused and in FP8. Each problem has a line with the median of a call before and after in us, by CUDA graphs
+over rotating buffers (cold L2) that are replayed in turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cunorm.plan.steps import Plan
 NAME = "cunorm_before"
 GROUPS = ("suites", "operations", "matrix", "drawn")
 SECONDS = 0.12  # for the replays of a problem
-MOST_BYTES = 6e9  # that a call moves
+MOST_BYTES = 6e9  # problems whose calls move more are left out
 
 Key = tuple[str, str]  # group and name, as bench.freeze gives them
 
@@ -51,7 +51,7 @@ def load(checkout: Path) -> None:
 
 
 def problems(package: str, names: ModuleType, groups: tuple[str, ...]) -> dict[Key, Any]:
-    """Return the problems that a package's own bench.freeze names, of this GPU."""
+    """Return the problems for this GPU that a package's own bench.freeze names."""
     gpu = importlib.import_module(f"{package}.kernel.device").current(0)
     planning = importlib.import_module(f"{package}.plan.plan")
     real = planning.plan
@@ -73,7 +73,7 @@ def plan_of(package: str, problem: Any) -> Any:
 
 
 def launches(plan: Any) -> list[tuple]:
-    """Return what decides the speed of a plan's launches beside the machine code, whatever things are called."""
+    """Return what decides the speed of a plan's launches besides the machine code, without any names."""
     return [freeze.launch_of(step, plan) for step in plan.steps]
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--changed", action="store_true", help="those alone whose launches have changed")
+    parser.add_argument("--changed", action="store_true", help="only problems whose launches have changed")
     parser.add_argument("--sample", type=int, help="so many problems of each group, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

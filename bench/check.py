@@ -1,4 +1,4 @@
-"""Is a result right? Held against float64 on the GPU, all rows, in chunks; CuPy alone."""
+"""Check that a result is right: compare all rows with float64 on the GPU, in chunks, by CuPy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bench.suites import Case
 CHUNK = 1 << 23  # elements widened to float64 at a time
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
-# What still counts as right, in eps of the dtype. Loose: some providers round twice, or add gradients up in 16 bits.
-# A mistake (a missing term, a missing row, eps outside the root) is far beyond.
+# The errors that still count as right, in eps of the dtype. They are loose because some providers round twice, or add
+# up gradients in 16 bits. A mistake (a missing term, a missing row, eps outside the root) is far beyond.
 LIMITS = {
     "float16": {"y": 2.0, "dx": 2.0, "dweight": 8.0, "dbias": 8.0},
     "bfloat16": {"y": 2.0, "dx": 2.0, "dweight": 8.0, "dbias": 8.0},
@@ -23,7 +23,7 @@ LIMITS = {
 
 
 def statistics(case: Case, x: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
-    """(mean, rstd) of each row, float32; the mean of RMSNorm is 0."""
+    """Return (mean, rstd) of each row in float32, where the mean of RMSNorm is 0."""
     x = x.reshape(case.rows, case.cols)
     mean, rstd = cupy.empty(case.rows, numpy.float32), cupy.empty(case.rows, numpy.float32)
     for rows in _chunks(case):
@@ -33,16 +33,17 @@ def statistics(case: Case, x: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]
 
 
 def errors(case: Case, buffers: Any, results: tuple[Any, ...]) -> dict[str, float]:
-    """The largest error of each result in eps of the case's dtype, whatever dtype a provider gives dweight and dbias.
+    """Return the largest error of each result in eps of the case's dtype, whatever dtype dweight and dbias have.
 
-    y and dx: relative to the largest magnitude in the row (of dx's terms: it is a difference). dweight and dbias:
-    relative to sqrt(rows) * the largest term of the column, |dy| * (|xhat| + 1) for dweight: the mean is float32, so an
-    xhat near zero is no better known than others.
+    Errors of y are relative to the row's largest |y|, and those of dx to the row's largest sum of its terms'
+    magnitudes, because dx is a difference. Errors of dweight and dbias are relative to sqrt(rows) * the largest term of
+    the column. For dweight that term is |dy| * (|xhat| + 1): the mean is float32, so an xhat near zero is no better
+    known than others.
     """
     matrix = ("y",) if case.direction == "forward" else ("dx",)
     names = matrix if case.direction == "forward" else ("dx", "dweight", "dbias")
-    found = dict(zip(names, results, strict=False))
-    for name, array in found.items():
+    arrays = dict(zip(names, results, strict=False))
+    for name, array in arrays.items():
         expected = (case.rows, case.cols) if name in matrix else (case.cols,)
         if array is not None and array.size != numpy.prod(expected):
             raise ValueError(f"{name} must have shape {expected}; got {array.shape}")
@@ -69,21 +70,21 @@ def errors(case: Case, buffers: Any, results: tuple[Any, ...]) -> dict[str, floa
                 sums[name] = sums[name] + terms.sum(axis=0)
                 largest[name] = cupy.maximum(largest[name], sizes.max(axis=0))
         (name,) = matrix
-        actual = found[name].reshape(case.rows, case.cols)[rows]
+        actual = arrays[name].reshape(case.rows, case.cols)[rows]
         worst[name] = _larger(worst[name], abs(_wide(actual) - expected) / scale, case.dtype)
     for name in ("dweight", "dbias"):
-        if found.get(name) is not None:
-            difference = abs(_wide(found[name].reshape(case.cols)) - sums[name])
+        if arrays.get(name) is not None:
+            difference = abs(_wide(arrays[name].reshape(case.cols)) - sums[name])
             allowed = case.rows**0.5 * largest[name]
             worst[name] = _larger(0.0, difference / allowed, case.dtype)
     return worst
 
 
-def wrong(case: Case, found: dict[str, float]) -> str:
-    """What is beyond its limit, as text; empty if nothing is."""
+def wrong(case: Case, worst: dict[str, float]) -> str:
+    """Say which errors are beyond their limits; the text is empty if none is."""
     return ", ".join(
         f"{name} is off by {error:.3g} eps (limit {LIMITS[case.dtype][name]:g})"
-        for name, error in found.items()
+        for name, error in worst.items()
         if not error <= LIMITS[case.dtype][name]
     )
 
@@ -110,6 +111,6 @@ def _wide(array: cupy.ndarray) -> cupy.ndarray:
 
 
 def _larger(worst: float, relative: cupy.ndarray, dtype: str) -> float:
-    """NaN counts as infinite."""
+    """Return the largest error so far in eps, where NaN counts as infinite."""
     relative = cupy.where(cupy.isnan(relative), cupy.inf, relative)
     return max(worst, float(relative.max()) / EPS[dtype])

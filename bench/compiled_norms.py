@@ -1,7 +1,7 @@
 """GPU time of norms and of the sums before them in compiled code: `python -m bench.compiled_norms [--out FILE]`.
 
-Three blocks, r = r + x; x = up(down(norm(r))), whose Linears are what inductor cannot join a norm with. Kernels by the
-profiler, forward and backward, products left out, in bfloat16: the choice of `COMPILED_FROM` in models/accelerate.py.
+A step is three blocks, r = r + x; x = up(down(norm(r))), in bfloat16: inductor cannot join a norm with the Linears. The
+profiler times the kernels of both passes, without the products. `COMPILED_FROM` in models/accelerate.py follows it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Decomposed(Block):
-    """The forward pass in torch's operators, the backward pass our kernel."""
+    """A block whose norm has torch's operators in the forward pass and our kernel in the backward pass."""
 
     def sum_and_norm(self, x, r):
         norm, r = self.norm, r + x
@@ -87,19 +87,19 @@ CONTENDERS: dict[str, type[Block]] = {
 
 
 def measured(op: str, rows: int, cols: int) -> dict[str, float]:
-    """Microseconds of kernels in a step, by contender."""
+    """Return the microseconds of kernels in a step, by contender."""
     kind, eps = (nn.LayerNorm, 1e-5) if op == "layer_norm" else (nn.RMSNorm, 1e-6)
     x, dy = torch.randn(2, rows, cols, device="cuda", dtype=torch.bfloat16).unbind()
     x.requires_grad_()
-    found = {}
+    times = {}
     for who, block in CONTENDERS.items():
         net = Net(block(cols, kind(cols, eps)) for _ in range(BLOCKS)).to("cuda", torch.bfloat16)
         if who == "our kernels":
             cunorm.torch.replace_norms(net)
         run, leaves = torch.compile(net), (x, *net.parameters())
-        found[who] = kernel_time(lambda run=run, leaves=leaves: torch.autograd.grad(run(x), leaves, dy))
+        times[who] = kernel_time(lambda run=run, leaves=leaves: torch.autograd.grad(run(x), leaves, dy))
         torch._dynamo.reset()
-    return found
+    return times
 
 
 def kernel_time(call: Callable[[], Any]) -> float:
@@ -110,8 +110,8 @@ def kernel_time(call: Callable[[], Any]) -> float:
         for _ in range(STEPS):
             call()
         torch.cuda.synchronize()
-    times = (one.self_device_time_total for one in taken.key_averages() if not any(p in one.key for p in PRODUCTS))
-    return round(sum(times) / STEPS, 1)
+    kernels = [kernel for kernel in taken.key_averages() if not any(part in kernel.key for part in PRODUCTS)]
+    return round(sum(kernel.self_device_time_total for kernel in kernels) / STEPS, 1)
 
 
 if __name__ == "__main__":

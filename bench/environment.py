@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(commit: str, versions: dict[str, str], missing: dict[str, str]) -> dict[str, Any]:
-    """`versions` of the providers, and why each of those `missing` is not measured."""
+    """Return the first line, with the providers' `versions` and why each of those `missing` is not measured."""
     import cupy
 
     return {
@@ -35,7 +35,7 @@ def environment(commit: str, versions: dict[str, str], missing: dict[str, str]) 
 
 
 def this_commit() -> str:
-    """What BENCH_COMMIT says, for a copy without git; else git's, with -dirty where the kernels were changed since."""
+    """Return BENCH_COMMIT, which a copy without git has, or git's commit, with -dirty if cunorm was changed since."""
     if os.environ.get("BENCH_COMMIT"):
         return os.environ["BENCH_COMMIT"]
     try:
@@ -50,7 +50,7 @@ def _git(*arguments: str) -> str:
 
 
 def sources() -> str:
-    """A digest of all that makes the kernels and their plans: the same for the same kernels, whatever git says."""
+    """Return a digest of the files that make the kernels and their plans, whatever git says of them."""
     digest = hashlib.sha256()
     for folder in ("cunorm", "kernels_cu"):
         for path in sorted((ROOT / folder).rglob("*")):

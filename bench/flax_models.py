@@ -1,15 +1,16 @@
-"""Training steps of models in Flax, with Flax's norms and with cunorm's: a GPT and a ViT with LayerNorm, a Llama with
-RMSNorm, as MaxText has it (parameters in float32, rotary embedding, gated product, no biases).
+"""Time training steps of models in Flax, with Flax's norms and with cunorm's.
 
     python -m bench.flax_models [--models gpt vit llama] [--frameworks linen nnx] [--arithmetic bfloat16 ...]
                                 [--ready-within SECONDS] [--out FILE]
 
-A model, a framework and an arithmetic are a process. All compile side by side and are measured one after the other. In
-a process both modules take turns, from the same random parameters, over the same random inputs. A line of JSON is a
-process: the losses of the first and last of STEPS steps, their greatest difference, milliseconds of a step, seconds
-that lowering and compiling took beside the other processes, bytes of temporaries and the number of launches in the
-program that XLA made. Parameters are float32. The modules compute in bfloat16 or in float32, and matrix products of
-float32 as JAX has them by default, which on these GPUs is in tensorfloat32, or in float32.
+The models are a GPT and a ViT with LayerNorm, and a Llama with RMSNorm as MaxText has it (parameters in float32, rotary
+embedding, gated product, no biases). Each model, framework and arithmetic has a process. All compile side by side and
+are measured one after the other. In a process both modules take turns, from the same random parameters, over the same
+random inputs. Each process writes a line of JSON: the losses of the first and last of STEPS steps, their greatest
+difference, milliseconds of a step, seconds that lowering and compiling took beside the other processes, bytes of
+temporaries and the number of launches in the program that XLA made. Parameters are float32. The modules compute in
+bfloat16 or in float32, and matrix products of float32 as JAX has them by default, which on these GPUs is in
+tensorfloat32, or in float32.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--ready-within", type=float, default=600, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("bench/results/flax/models.jsonl"))
     arguments = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which one process alone could afford
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU's memory
     with lines_to(arguments.out) as write:
         write(
             "run",
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def prepared(model: str, framework: str, arithmetic: str) -> Callable[[], dict[str, Any]]:
-    """Compiled steps after STEPS of them; what measures them in turns."""
+    """Compile the steps and do STEPS of them, and return what measures them in turns."""
     dtype, precision = ARITHMETIC[arithmetic]
     with jax.default_matmul_precision(precision):
         runs = {who: Trained(model, framework, dtype, who, SIZES[model]) for who in MODULES[framework]}
@@ -132,10 +133,10 @@ def prepared(model: str, framework: str, arithmetic: str) -> Callable[[], dict[s
         times = step_times({who: run.step for who, run in runs.items()})
         return {
             "steps": STEPS,
-            "losses": {who: [found[0], found[-1]] for who, found in losses.items()},
-            "most_apart": {who: most_apart(losses["flax"], found) for who, found in losses.items() if who != "flax"},
-            "step_ms": {who: round(statistics.median(found), 3) for who, found in times.items()},
-            "of_flax": {who: of_one(found, times["flax"]) for who, found in times.items() if who != "flax"},
+            "losses": {who: [curve[0], curve[-1]] for who, curve in losses.items()},
+            "most_apart": {who: most_apart(losses["flax"], curve) for who, curve in losses.items() if who != "flax"},
+            "step_ms": {who: round(statistics.median(taken), 3) for who, taken in times.items()},
+            "of_flax": {who: median_ratio(taken, times["flax"]) for who, taken in times.items() if who != "flax"},
             "compile_s": {who: round(run.compile_s, 1) for who, run in runs.items()},
             "temporaries": {who: run.compiled.memory_analysis().temp_size_in_bytes for who, run in runs.items()},
             "launches": {who: launches(run.compiled.as_text()) for who, run in runs.items()},
@@ -145,12 +146,12 @@ def prepared(model: str, framework: str, arithmetic: str) -> Callable[[], dict[s
 
 
 def most_apart(losses: list[float], others: list[float]) -> float:
-    """The greatest difference of two curves at one step, over the loss there."""
+    """Return the greatest difference of two curves at a step, over the loss there."""
     return max(abs(a - b) / a for a, b in zip(losses, others, strict=True))
 
 
 def step_times(steps: dict[str, Callable[[], jax.Array]], rounds: int = 24, inner: int = 5) -> dict[str, list[float]]:
-    """Milliseconds a step, of each round in which all take turns, forwards and backwards, but for the first."""
+    """Return the milliseconds of a step in each round but the first ones; all take turns, in either order."""
     times: dict[str, list[float]] = {who: [] for who in steps}
     for turn in range(rounds):
         for who, step in list(steps.items())[:: -1 if turn % 2 else 1]:
@@ -159,21 +160,22 @@ def step_times(steps: dict[str, Callable[[], jax.Array]], rounds: int = 24, inne
                 loss = step()
             loss.block_until_ready()
             times[who].append((time.perf_counter() - start) / inner * 1e3)
-    return {who: found[rounds // 8 :] for who, found in times.items()}
+    return {who: taken[rounds // 8 :] for who, taken in times.items()}
 
 
-def of_one(times: list[float], others: list[float]) -> float:
-    """The median of what a turn takes of the other's beside it."""
-    return round(statistics.median(one / other for one, other in zip(times, others, strict=True)), 4)
+def median_ratio(times: list[float], others: list[float]) -> float:
+    """Return the median of the times over the other's times in the same rounds."""
+    return round(statistics.median(a / b for a, b in zip(times, others, strict=True)), 4)
 
 
-# Instructions of an optimized program that run kernels, and those whose computations are parts of a kernel.
+# KERNELS are the instructions of an optimized program that run kernels, and WHOLE those whose computations are parts of
+# a kernel.
 KERNELS = "fusion|custom-call|copy|dot|convolution|reduce|sort|scatter|gather|dynamic-slice|dynamic-update-slice"
 WHOLE = "fusion|reduce|reduce-window|sort|map|scatter|select-and-scatter"
 
 
 def launches(program: str) -> int:
-    """Kernels of a program in XLA's text; of a loop those of one turn."""
+    """Return how many kernels a program in XLA's text has, counting those of a loop once."""
     of_kernels = (line for line in program.splitlines() if re.search(rf" (?:{WHOLE})\(", line))
     parts = {name for line in of_kernels for name in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line)}
     computations = re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL)
@@ -181,7 +183,7 @@ def launches(program: str) -> int:
 
 
 def batch_of(model: str, size: Size) -> tuple[jax.Array, jax.Array]:
-    """Random tokens and those that follow them, or the patches of random pictures and random classes."""
+    """Return random tokens and those that follow them, or the patches of random pictures and random classes."""
     key, shape = jax.random.key(1), (size.batch, size.sequence)
     if model == "vit":
         classes = jax.random.randint(key, shape[:1], 0, size.vocabulary)
@@ -199,22 +201,22 @@ def mask_of(model: str, sequence: int) -> jax.Array | None:
 
 
 def attended(projected: list[jax.Array], heads: int) -> jax.Array:
-    """Causal attention of Llama's queries, keys and values, all of shape (batch, sequence, width)."""
-    q, k, v = (one.reshape(*one.shape[:2], heads, -1) for one in projected)
+    """Return causal attention of Llama's queries, keys and values, all of shape (batch, sequence, width)."""
+    q, k, v = (part.reshape(*part.shape[:2], heads, -1) for part in projected)
     return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True).reshape(projected[0].shape)
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """The rotary embedding of places."""
+    """Return x with the rotary embedding of its positions."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    one, other = x[..., :half], x[..., half:]
-    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def updating(loss_of: Callable[..., jax.Array], params: Any) -> tuple[Update, State]:
-    """A step of AdamW, and its state."""
+    """Return a step of AdamW and its first state."""
     optimizer = optax.adamw(1e-4)
 
     def update(state: State, inputs: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
@@ -349,7 +351,7 @@ class NnxModel(flax.nnx.Module):
 
 
 def nnx_update(norm: Any, model: str, dtype: Any, size: Size) -> tuple[Update, State]:
-    """By nnx.split and nnx.merge: under nnx.jit the host walks through the module in every step."""
+    """Make a step by nnx.split and nnx.merge, because under nnx.jit the host walks through the module in every step."""
     nnx = flax.nnx
     definition, params, rest = nnx.split(NnxModel(norm, model, dtype, size, nnx.Rngs(0)), nnx.Param, ...)
 

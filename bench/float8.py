@@ -1,7 +1,7 @@
-"""The norms with y in 8 bits against the roof for their bytes: `python -m bench.float8 [--out FILE] [--elements N]`.
+"""Compare norms with FP8 output with the roof for their bytes: `python -m bench.float8 [--out FILE] [--elements N]`.
 
 x has 16 bits, so 3 bytes an element move. The roof is the fastest kernel that reads both halves of x and writes as many
-bytes as y8 has; the norm that writes y in 16 bits stands beside it. All in turns, over the same buffers.
+bytes as y8 has. The norm that writes y in 16 bits is timed too, and all take turns over the same buffers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .roofs import Roofs
 ELEMENTS = 1 << 26
 COLS = (1024, 1600, 2048, 4096, 5120, 7168, 8192, 12288, 16384)
 GRANULARITIES = ("row", 128, "tensor")
-SECONDS = 0.15  # a case
-PERIOD = 2**22 - 3  # of the numbers, a prime
+SECONDS = 0.15  # for a case
+PERIOD = 2**22 - 3  # after which the numbers of x repeat; it is a prime
 
 
 def measure(roofs: Roofs, norm: str, cols: int, elements: int) -> list[dict[str, Any]]:
-    """A line for each granularity."""
+    """Return a line for each granularity."""
     import cupy
 
     rows = elements // cols
@@ -50,19 +50,19 @@ def measure(roofs: Roofs, norm: str, cols: int, elements: int) -> list[dict[str,
     roof = roofs.calls([(a, b, out.reshape(-1)) for (a, b), out in zip(halves, outs, strict=True)])
     wide = [lambda x=x: getattr(cunorm, norm)(x, None, *parameters) for x in xs]
     norms = [wide, *map(quantised, GRANULARITIES)]
-    with ThreadPoolExecutor() as pool:  # compiled beside each other: one after the other it took most of the run
+    with ThreadPoolExecutor() as pool:  # compiles side by side: one after the other would take most of the run
         list(pool.map(lambda calls: calls[0](), norms))
     contenders = [*(calls for _, calls in roof), *norms]
     times = timing.in_turns([timing.timer("cupy", calls, moved) for calls in contenders], SECONDS)
-    fastest = min(one.median for one in times[: len(roof)] if not isinstance(one, Exception))
+    fastest = min(taken.median for taken in times[: len(roof)] if not isinstance(taken, Exception))
     of_wide = times[len(roof)]
     lines = []
-    for granularity, one in zip(GRANULARITIES, times[len(roof) + 1 :], strict=True):
+    for granularity, taken in zip(GRANULARITIES, times[len(roof) + 1 :], strict=True):
         line = {"norm": norm, "rows": rows, "cols": cols, "granularity": granularity, "roof_us": fastest * 1e6}
-        if isinstance(one, Exception):
-            line["error"] = str(one)
+        if isinstance(taken, Exception):
+            line["error"] = str(taken)
         else:
-            line |= {"us": one.median * 1e6, "of_roof": fastest / one.median}
+            line |= {"us": taken.median * 1e6, "of_roof": fastest / taken.median}
         if not isinstance(of_wide, Exception):
             line["wide_us"] = of_wide.median * 1e6
         lines.append({name: round(value, 3) if isinstance(value, float) else value for name, value in line.items()})

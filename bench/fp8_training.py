@@ -1,10 +1,10 @@
-"""What FP8 does to training: `python -m bench.fp8_training`, on a GPU, or by emulation on the CPU.
+"""Compare training with FP8 and without: `python -m bench.fp8_training`, on a GPU, or by emulation on the CPU.
 
-A small GPT learns the bytes of Python's own library, once without FP8 and once by each recipe: the same weights at the
-start, the same batches. The head is without FP8, as is usual: rounded logits are noise in the gradient of the softmax,
-of which the sums over tokens keep little else (lowest cosine at step 150, emulated, with RowwiseScaling 0.9926 with the
-head in FP8, 0.9994 without). Shown are the mean loss of the last sixth of the steps, and the lowest cosine between a
-parameter's gradient in FP8 and without it, at the same weights on the same batch, at the first step and half-way.
+A small GPT learns the bytes of Python's own library, once without FP8 and once by each recipe, from the same weights
+and with the same batches. The head is without FP8, as is usual: rounded logits are noise in the gradient of the
+softmax, and sums over tokens keep little else. Shown are the mean loss of the last sixth of the steps, and the lowest
+cosine between a parameter's gradient in FP8 and without it, at the same weights on the same batch, at the first step
+and half-way.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RECIPES = {
     "RowwiseScaling, high_precision_wgrad": RowwiseScaling(high_precision_wgrad=True),
     "Float8CurrentScaling": Float8CurrentScaling(),
 }
-# The loss may be off by this part of that without FP8, a cosine must be this: a weight cached with the scale of another
-# costs 2.9% (seeds differ by 0.6%, but start and batches are the same here).
+# The loss may be off by LOSS of that without FP8, and cosines must be at least COSINE. A mistake is beyond: a weight
+# cached with the scale of another costs 2.9%.
 LOSS = 0.005
 COSINE = {"RowwiseScaling": 0.998, "RowwiseScaling, high_precision_wgrad": 0.998, "Float8CurrentScaling": 0.995}
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The loss of bytes (batch, tokens + 1)."""
+    """A GPT that returns the loss of bytes (batch, tokens + 1)."""
 
     def __init__(self, size: Size, device: Any):
         super().__init__()
@@ -82,11 +82,11 @@ class Gpt(nn.Module):
 
 class Run(NamedTuple):
     losses: list[float]
-    cosines: dict[int, float]  # the lowest of all parameters, by step
+    cosines: dict[int, float]  # the lowest of all parameters, by the step
 
 
 def corpus(most: int = 1 << 21) -> Tensor:
-    """Bytes of the modules of Python's library, in the order of their names."""
+    """Return the bytes of the modules of Python's library, in the order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:most]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -95,7 +95,7 @@ def corpus(most: int = 1 << 21) -> Tensor:
 def train(
     recipe: Any, steps: int, size: Size, device: str, half: bool, compared: Sequence[int] = (), seed: int = 0
 ) -> Run:
-    """`half`: products and activations in bfloat16, by torch's autocast. `compared`: steps at which gradients are."""
+    """Train for some steps, with `half` under torch's autocast to bfloat16; compare gradients at steps `compared`."""
     torch.manual_seed(seed)
     model = Gpt(size, "cpu").to(device)
     text = corpus()
@@ -111,11 +111,11 @@ def train(
     for step in range(1, steps + 1):
         start = torch.randint(len(text) - size.context - 1, (size.batch,), generator=chosen)
         data = torch.stack([text[at : at + size.context + 1] for at in start.tolist()]).long().to(device)
-        loss, found = gradients(data, recipe)
+        loss, computed = gradients(data, recipe)
         if step in compared:
             without = gradients(data, None)[1]
-            cosines[step] = min(cosine(a, b) for a, b in zip(found, without, strict=True))
-        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            cosines[step] = min(cosine(a, b) for a, b in zip(computed, without, strict=True))
+        for parameter, gradient in zip(model.parameters(), computed, strict=True):
             parameter.grad = gradient
         optimiser.step()
         losses.append(loss)
@@ -127,6 +127,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def last(run: Run) -> float:
+    """Return the mean loss of the last sixth of the steps."""
     return statistics.mean(run.losses[-max(1, len(run.losses) // 6) :])
 
 

@@ -1,10 +1,10 @@
-"""Writes down what a change of structure must leave as it is, and compares two such files. It needs no GPU.
+"""Write down what a change of structure must leave as it is, and compare two such files. It needs no GPU.
 
     python -m bench.freeze write FILE [--parts plans code results outside errors] [--code-of N]
     python -m bench.freeze compare OLD NEW
 
-A line of a file is one fact: `{"part", "group", "key", ...}` and digests. A fact is named by what it is of, and not by
-modules, so that two commits can be compared whatever their modules are called.
+A line of a file is one fact: `{"part", "group", "key", ...}` and digests. A fact has the name of a problem, a call or a
+public object, and not of a module, so that two commits can be compared whatever their modules are called.
 
 plans    The launches of every problem of the bench's suites, of the compile matrix, and of drawn operations, on every
          architecture: `text` is a digest of the kernels' texts without #line, `launch` of grids, shared memory, the
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def compared(old: Path, new: Path) -> int:
-    """Print, for each group, how many facts are equal and which are not; 1 if any is not."""
+    """Print, for each group, how many facts are equal and which are not, and return 1 if any is not."""
     before, after = read(old), read(new)
     groups: dict[tuple[str, str], Counter[str]] = {}
     changed: dict[tuple[str, str], list[str]] = {}
@@ -112,7 +112,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Fact]:
 
 
 def plans() -> Iterator[Fact]:
-    """A fact for each problem and device."""
+    """Return a fact for each problem and device."""
     for group, key, solution in solutions():
         if solution is None:
             yield {"group": group, "key": key, "text": "refused", "launch": "refused"}
@@ -131,7 +131,7 @@ def launch_of(step: Any, solution: Any) -> tuple:
 
 
 def positions(pointers: Iterable[Any], solution: Any) -> list[tuple[int, int]]:
-    """Which argument of the call each pointer of a launch is, whatever its name; -1 for the workspace."""
+    """Return which argument of the call each pointer of a launch is, whatever its name, or -1 for the workspace."""
     places = {name: place for place, name in enumerate(solution.problem.pointers)}
     return [(places.get(pointer.name, -1), pointer.offset) for pointer in pointers]
 
@@ -140,7 +140,7 @@ _texts: dict[Any, str] = {}
 
 
 def text_of(spec: Any) -> str:
-    """The digest of a kernel's text without #line lines and comments."""
+    """Return the digest of a kernel's text without #line lines and comments."""
     if spec not in _texts:
         from cunorm.kernel.source import source
 
@@ -150,7 +150,7 @@ def text_of(spec: Any) -> str:
 
 
 def solutions() -> Iterator[tuple[str, str, Any]]:
-    """(group, key, plan or None where it is refused) of every problem on every device."""
+    """Return (group, key, plan or None if it is refused) for every problem on every device."""
     from problems import DEVICES
 
     from cunorm.commands import matrix
@@ -185,7 +185,7 @@ def described(problem: Any) -> str:
 
 
 def suite_problems() -> Iterator[Any]:
-    """The problems of the bench's suites, each once; of views, as matrices."""
+    """Return the problems of the bench's suites, each once, where views count as matrices."""
     from bench.suites import SUITES
     from cunorm.plan.plain_problems import whole
 
@@ -195,7 +195,7 @@ def suite_problems() -> Iterator[Any]:
 
 
 def drawn_problems() -> Iterator[Any]:
-    """Fused, FP8, odd, strided and mixed-dtype operations, by a fixed seed."""
+    """Return fused, FP8, odd, strided and mixed-dtype operations, drawn by a fixed seed."""
     from cunorm.expression import trace
     from cunorm.operation import Operation
     from cunorm.plan.plain_problems import float8_problem, plain
@@ -239,7 +239,7 @@ def drawn_problems() -> Iterator[Any]:
 
 
 def machine_code(one_in: int) -> Iterator[Fact]:
-    """A fact for each kernel compiled: those whose place and problem a digest draws, whatever their names."""
+    """Return a fact for each kernel that is compiled, which a digest of its problem and place decides."""
     from problems import DEVICES
 
     work: dict[tuple[Any, int], tuple[str, str]] = {}
@@ -249,8 +249,8 @@ def machine_code(one_in: int) -> Iterator[Fact]:
             if int(digest(group, key, place), 16) % one_in == 0:
                 work.setdefault((step.spec, archs[group.partition(",")[0]]), (group, f"{key} launch {place}"))
     with ThreadPoolExecutor(2) as pool:
-        for (group, key), found in zip(work.values(), pool.map(lambda item: code_of(*item), work), strict=True):
-            yield {"group": group, "key": key, "code": found}
+        for (group, key), code in zip(work.values(), pool.map(lambda item: code_of(*item), work), strict=True):
+            yield {"group": group, "key": key, "code": code}
 
 
 def code_of(spec: Any, arch: int) -> str:
@@ -262,22 +262,22 @@ def code_of(spec: Any, arch: int) -> str:
 
 
 def instructions(cubin: bytes) -> list[tuple]:
-    """Of an ELF file: the code and constants, in order, and how much shared memory and how many registers; no names."""
+    """Return the code, constants, shared memory and registers of an ELF file, in order and without names."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + i * size) for i in range(count)]
-    found: list[tuple] = []
+    contents: list[tuple] = []
     for name, kind, flags, _, offset, length, _, info, *_ in sections:
         begin = sections[names][4] + name
         kind_name = (cubin[begin : cubin.index(b"\0", begin)] + b"..").split(b".")[1:3]
         if kind_name[0] == b"text":
-            found.append((flags, info >> 24, cubin[offset : offset + length]))
+            contents.append((flags, info >> 24, cubin[offset : offset + length]))
         elif kind_name[:1] == [b"nv"] and kind_name[1].startswith(b"constant"):
-            found.append((kind_name[1], cubin[offset : offset + length]))
+            contents.append((kind_name[1], cubin[offset : offset + length]))
         elif kind_name[:1] == [b"nv"] and kind_name[1].startswith(b"shared"):
-            found.append((kind, length))
-    assert any(isinstance(part[-1], bytes) for part in found), "no code in the cubin"
-    return found
+            contents.append((kind, length))
+    assert any(isinstance(content[-1], bytes) for content in contents), "no code in the cubin"
+    return contents
 
 
 # Results.
@@ -298,7 +298,7 @@ LARGEST_OF_USERS = 9000  # columns of operations other than the plain norms
 
 
 def results() -> Iterator[Fact]:
-    """A digest for each array that a call on the stand-in returns."""
+    """Return a digest for each array that a call on the stand-in returns."""
     import cpu_cupy
     import cpu_functions
     import numpy
@@ -327,38 +327,38 @@ def results() -> Iterator[Fact]:
             cpu_cupy.play(patch, getattr(cpu_functions, device))
             x, dy = array(rows, cols), array(rows, cols, of=other)
             weight, bias = array(cols, of=other), array(cols, of=other)
-            found = {
+            returned = {
                 "layer_norm": cunorm.layer_norm_forward(x, None, weight, bias),
                 "rms_norm": cunorm.rms_norm_forward(x, None, weight),
             }
-            _, mean, rstd = found["layer_norm"]
-            found["layer_norm_backward"] = cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
-            _, rms_rstd = found["rms_norm"]
-            found["rms_norm_backward"] = cunorm.rms_norm_backward(dy, x, rms_rstd, weight)
+            _, mean, rstd = returned["layer_norm"]
+            returned["layer_norm_backward"] = cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+            _, rms_rstd = returned["rms_norm"]
+            returned["rms_norm_backward"] = cunorm.rms_norm_backward(dy, x, rms_rstd, weight)
             if cols <= LARGEST_OF_USERS:
                 residual, z = array(rows, cols), array(rows, cols, of=other)
-                results, saved = added.forward(x, residual=residual, factor=0.5, weight=weight, z=z)
-                found["added"] = results
+                returned["added"], saved = added.forward(x, residual=residual, factor=0.5, weight=weight, z=z)
                 wanted = ("x", "residual", "weight", "z")
-                found["added_backward"] = added.backward(saved, dy, array(rows, cols), wanted=wanted)
+                returned["added_backward"] = added.backward(saved, dy, array(rows, cols), wanted=wanted)
                 if dtype != "float64":
-                    found["layer_norm_fp8"] = cunorm.layer_norm_fp8(x, None, weight, bias, granularity="row")
-        for name, arrays in found.items():
+                    returned["layer_norm_fp8"] = cunorm.layer_norm_fp8(x, None, weight, bias, granularity="row")
+        for name, arrays in returned.items():
             if isinstance(arrays, dict):
                 arrays = tuple(arrays.values())
-            for place, one in enumerate(arrays):
-                if one is not None:
-                    yield {"group": name, "key": f"{rows} x {cols} {dtype} {place}", "bits": hashed(one)}
+            for place, result in enumerate(arrays):
+                if result is not None:
+                    yield {"group": name, "key": f"{rows} x {cols} {dtype} {place}", "bits": hashed(result)}
 
 
 # The outside.
 
 
 def outside() -> Iterator[Fact]:
+    """Return the facts that users, checkpoints and exported programs rely on."""
     for module in ("cunorm", "cunorm.torch", "cunorm.jax", "cunorm.flax.linen", "cunorm.flax.nnx"):
-        found = importlib.import_module(module)
-        for name in sorted(getattr(found, "__all__", None) or (n for n in vars(found) if not n.startswith("_"))):
-            thing = getattr(found, name)
+        imported = importlib.import_module(module)
+        for name in sorted(getattr(imported, "__all__", None) or (n for n in vars(imported) if not n.startswith("_"))):
+            thing = getattr(imported, name)
             if not callable(thing) or not str(getattr(thing, "__module__", "")).startswith("cunorm"):
                 continue
             call = thing.__init__ if inspect.isclass(thing) else thing  # nnx's metaclass hides the arguments of modules
@@ -397,7 +397,7 @@ def modules() -> Iterator[Fact]:
 
 
 def kept_by_torch() -> Iterator[Fact]:
-    """Shapes, dtypes and order of what each call keeps for its backward pass, as on a GPU (played by the stand-in)."""
+    """Return shapes and dtypes of what each call keeps for its backward pass, on the CPU and on the stand-in."""
     import pytest
     import torch
     import torch_stand_in
@@ -449,7 +449,7 @@ def kept_by_jax() -> Iterator[Fact]:
 
 
 def errors() -> Iterator[Fact]:
-    """The text of each error that a test of bad input expects, by the test and its place there."""
+    """Return the text of each error that a test of bad input expects, by the test and its place there."""
     import pytest
     from _pytest.raises import RaisesExc
 

@@ -1,13 +1,13 @@
-"""The named functions over fused operations, in bfloat16: `python -m bench.fusion [--out FILE] [--only NAME ...]`.
+"""Time the named functions over fused operations, in bfloat16: `python -m bench.fusion [--out FILE] [--only NAME ...]`.
 
-`add_layer_norm` and `add_rms_norm` against the two separate calls: the sum is torch's, whose kernel moves memory at the
-roof, the norm is cunorm's. Both ways work on the same buffers, in turns; bits of y and s are compared first. By bytes
-moved forward takes four fifths of the time, backward four sixths.
+`add_layer_norm` and `add_rms_norm` are compared with the two separate calls: the sum is torch's, whose kernel moves
+memory at the roof, and the norm is cunorm's. Both ways work on the same buffers, in turns, after the bits of y and s
+were compared. By bytes moved, the forward pass takes four fifths of the time, and the backward pass four sixths.
 
-Every other function against the roof: the fastest kernel of roof.py, of one array read for one written or of two,
-whichever is nearer, at as many bytes as the function moves.
+Every other function is compared with the roof: the fastest kernel of roof.py that reads one array or two for one
+written, whichever is nearer, at as many bytes as the function moves.
 
-Expressions of one's own against LayerNorm with weight and bias, which moves as many bytes, in turns.
+Expressions of one's own are compared with LayerNorm with weight and bias, which moves as many bytes, in turns.
 
 Times are those of CUDA graphs (timing.py). What is read is larger than L2, and calls write in turns to two buffers.
 """
@@ -36,19 +36,19 @@ EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Median of each, in turns."""
+    """Return the median milliseconds of each call, in turns."""
     for call in calls:
-        kept = [call() for _ in range(4)]  # a graph may allocate nothing: the pool has what it will need
+        kept = [call() for _ in range(4)]  # gives the pool what a graph will need, which may allocate nothing
         del kept
-    found = timing.in_turns([timing.timer("torch", [call, call], 6 * ELEMENTS) for call in calls], SECONDS)
-    failed = [one for one in found if isinstance(one, Exception)]
+    times = timing.in_turns([timing.timer("torch", [call, call], 6 * ELEMENTS) for call in calls], SECONDS)
+    failed = [taken for taken in times if isinstance(taken, Exception)]
     if failed:
         raise failed[0]
-    return [one.median * 1e3 for one in found if isinstance(one, timing.Times)]
+    return [taken.median * 1e3 for taken in times if isinstance(taken, timing.Times)]
 
 
 def as_cupy(tensor: torch.Tensor) -> cupy.ndarray:
-    """CuPy's view, as bits: bfloat16 does not pass between all versions of both."""
+    """Return CuPy's view of a tensor, made as bits because not all versions exchange bfloat16."""
     return cupy.from_dlpack(tensor.view(torch.int16)).view("bfloat16")
 
 
@@ -76,7 +76,7 @@ def measure(write: Callable[..., None], norm: str, cols: int, elements: int) -> 
     write("forward", norm=norm, rows=rows, cols=cols, same_bits=same, separate_us=before * 1e3, fused_us=after * 1e3)
 
     _, saved = together.forward(cx, cresidual, *parameters, eps)
-    statistics = [one for one in saved.statistics.values() if one is not None]
+    statistics = [statistic for statistic in saved.statistics.values() if statistic is not None]
     backward = getattr(cunorm, f"{norm}_backward")
 
     def separate_backward():
@@ -91,7 +91,7 @@ def measure(write: Callable[..., None], norm: str, cols: int, elements: int) -> 
 class Named(NamedTuple):
     """The operands of a function, and how many tensors of the size of x each pass reads and writes."""
 
-    operands: str  # by name: f"{name}:{kind}"
+    operands: str  # f"{name}:{kind}" of each
     forward: tuple[int, int]
     backward: tuple[int, int]
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -108,7 +108,7 @@ NAMED = {
     "rms_norm_modulate": Named(MODULATE, (1, 1), (2, 1)),
     "gate_add_layer_norm_modulate": Named(GATE_ADD, (2, 2), (4, 2)),
     "add_rms_norm, dropout": Named("residual:full weight:column", (2, 2), (3, 2), {"dropout_p": 0.1}),
-    # As many tensors as one kernel for both norms moves; the two launches of the backward pass move 7.
+    # These are the tensors that one kernel for both norms would move; the two launches of the backward pass move 7.
     "rms_norm_add_rms_norm": Named(
         "residual:full weight:column second_weight:column",
         (2, 2),
@@ -128,9 +128,9 @@ def measure_named(write: Callable[..., None], name: str, cols: int, elements: in
     def made(shape: tuple[int, ...]) -> cupy.ndarray:
         return as_cupy(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
 
-    operands = {one: made(shapes[kind]) for one, kind in (pair.split(":") for pair in case.operands.split())}
+    operands = {operand: made(shapes[kind]) for operand, kind in (pair.split(":") for pair in case.operands.split())}
     arrays = {"x": made(shape), **operands, "dy": made(shape), "ds": made(shape)}
-    passed = [arrays[one] for one in ("x", *operands)]
+    passed = [arrays[operand] for operand in ("x", *operands)]
     options = case.options | ({"seed": cupy.array([7])} if "dropout_p" in case.options else {})
     op = getattr(cunorm, function)
     results, saved = op.forward(*passed, **options)
@@ -166,7 +166,8 @@ def measure_expression(write: Callable[..., None], name: str, cols: int, element
     x, dy = (as_cupy(torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)) for _ in range(2))
     shapes = {"weight": (cols,), "bias": (cols,), "factor": (rows, 1)}
     operands = {
-        one: as_cupy(torch.randn(shapes[one], device="cuda", dtype=torch.bfloat16)) for one in op.operation.operands
+        operand: as_cupy(torch.randn(shapes[operand], device="cuda", dtype=torch.bfloat16))
+        for operand in op.operation.operands
     }
     weight, bias, eps = operands["weight"], operands["bias"], EPS["layer_norm"]
     _, saved = op.forward(x, eps=eps, **operands)
@@ -184,11 +185,11 @@ def measure_expression(write: Callable[..., None], name: str, cols: int, element
 
 
 def roofs_of(elements: int) -> dict[int, float]:
-    """Bytes a second of the fastest streaming kernel, by arrays read for one written."""
+    """Return the bytes a second of the fastest streaming kernel, by the arrays that it reads for one written."""
     a, b, out = (cupy.ones(elements, "float16") for _ in range(3))
-    found, rates = Roofs(None), {}
+    roofs, rates = Roofs(None), {}
     for reads, second in ((1, None), (2, b)):
-        calls = [call for _, (call,) in found.calls([(a, second, out)])]
+        calls = [call for _, (call,) in roofs.calls([(a, second, out)])]
         rates[reads] = (reads + 1) * a.nbytes / min(milliseconds(calls)) * 1e3
     return rates
 
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every))
     arguments = parser.parse_args()
 
-    # Everything on one stream, of which graphs are captured.
+    # Everything runs on one stream of torch's, because the default stream cannot be captured.
     of_torch = torch.cuda.Stream()
     with (
         lines_to(arguments.out) as write_line,

@@ -1,12 +1,14 @@
-"""Fused operations of tensors against whoever else has them: `python -m bench.fusion_peers [--out FILE]`.
+"""Compare fused operations of tensors with whoever else has them: `python -m bench.fusion_peers [--out FILE]`.
 
-cunorm's function; its own norms with torch's sums, gates and modulations between them ("apart"); torch.compile of the
-formula, by default and by max-autotune-no-cudagraphs; where installed, the adding norms of Liger, QuACK
-and TransformerEngine, which adds in its backward pass alone, Liger's modulated norm and the gated one of
-flash-linear-attention; forward alone, and over its arguments, those of FlashInfer and vLLM. bfloat16. Results and
-gradients of each are compared with cunorm's, then all are timed in turns, in CUDA graphs over rotating buffers
-(timing.py): forward without autograd, and the backward pass that autograd makes of one forward pass. `seconds` ends the
-run after the case that it passes.
+The contenders are, in bfloat16:
+- cunorm's function, and its own norms with torch's sums, gates and modulations between them ("apart");
+- torch.compile of the formula, by default and by max-autotune-no-cudagraphs;
+- where they are installed, the adding norms of Liger, QuACK and TransformerEngine, whose forward pass adds by torch,
+  Liger's modulated norm and the gated one of flash-linear-attention;
+- those of FlashInfer and vLLM, which have only a forward pass and write over their arguments.
+
+Results and gradients of each are compared with cunorm's. Then all are timed in turns, in CUDA graphs over rotating
+buffers (timing.py): the forward pass without autograd, and the backward pass that autograd makes of one forward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 class Fusion(NamedTuple):
-    """`formula` and `apart` are of x and the operands, as `fused`."""
+    """An operation by cunorm, by separate calls and by its formula, each a function of x and the operands."""
 
-    operands: str  # a letter for each: f, like x; c, a vector; s, a vector for each sample
-    moved: tuple[int, int]  # tensors like x, forward and backward
+    operands: str  # a letter for each: f is like x, c is a vector, s is a vector for each sample
+    moved: tuple[int, int]  # how many tensors like x the forward and the backward pass move
     fused: Function
     apart: Function
     formula: Function
@@ -189,19 +191,19 @@ PEERS = {
     "rms_norm_gated": {"flash-linear-attention": fla},
     "rms_norm_modulate": {"Liger": liger_modulated},
 }
-# Of these the forward pass alone is timed; they write over x and the residual.
+# These write over x and the residual, and only their forward pass is timed.
 IN_PLACE = {"add_rms_norm": {"FlashInfer": flashinfer, "vLLM": vllm}}
 
 
 def providers(name: str, modes: Sequence[str]) -> dict[str, Function]:
     fusion = FUSIONS[name]
-    found = {"cunorm": fusion.fused, "cunorm, apart": fusion.apart}
+    functions = {"cunorm": fusion.fused, "cunorm, apart": fusion.apart}
     for mode in modes:
-        found[mode] = torch.compile(fusion.formula, mode=MODES[mode], dynamic=False)
+        functions[mode] = torch.compile(fusion.formula, mode=MODES[mode], dynamic=False)
     for who, load in (PEERS.get(name, {}) | IN_PLACE.get(name, {})).items():
         with suppress(ImportError):
-            found[who] = load()
-    return found
+            functions[who] = load()
+    return functions
 
 
 def arguments(fusion: Fusion, rows: int, cols: int) -> list[Tensor]:
@@ -218,20 +220,20 @@ def gradients(results: Sequence[Tensor], tensors: Sequence[Tensor], given: Seque
     return torch.autograd.grad(results, tensors, given, retain_graph=True)
 
 
-def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor], in_place: bool) -> str:
-    """Why a provider is not timed: what is further from cunorm's results than rounding in between explains."""
+def refusal(peer: Function, cunorms: Function, tensors: Sequence[Tensor], in_place: bool) -> str:
+    """Say why a provider is not timed: it fails, or is further from cunorm's results than rounding explains."""
     pair = []
-    for function in (one, cunorms):
+    for function in (peer, cunorms):
         try:
             if in_place:
                 pair.append(function(*(tensor.detach().clone() for tensor in tensors)))
                 continue
             results = tuple(function(*tensors))
-        except Exception as error:  # of somebody else's compiler, say
+        except Exception as error:  # somebody else's compiler raises what it likes
             return f"{type(error).__name__}: {error}"[:200]
         pair.append((*results, *gradients(results, tensors, [torch.ones_like(result) for result in results])))
-    for found, expected in zip(*pair, strict=True):
-        apart = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    for result, expected in zip(*pair, strict=True):
+        apart = float((result.float() - expected.float()).abs().max() / expected.float().abs().max())
         if not apart < 0.03:
             return f"a result is {apart:.3g} of its largest away"
     return ""
@@ -243,28 +245,29 @@ def measure(name: str, rows: int, cols: int, modes: Sequence[str]) -> list[dict[
     lines = []
     candidates = providers(name, modes)
     tensors = arguments(fusion, rows, cols)
-    refused = {who: refusal(one, candidates["cunorm"], tensors, who in in_place) for who, one in candidates.items()}
+    refused = {
+        who: refusal(function, candidates["cunorm"], tensors, who in in_place) for who, function in candidates.items()
+    }
     del tensors
     for direction, moved in zip(("forward", "backward"), fusion.moved, strict=True):
         size = moved * rows * cols * 2
         sets = [arguments(fusion, rows, cols) for _ in range(timing.buffers_needed(size))]
         timers = {}
-        for who, one in candidates.items():
+        for who, function in candidates.items():
             if refused[who] or (direction == "backward" and who in in_place):
                 continue
             if direction == "forward":
-                calls = [partial(torch.no_grad()(one), *of_call(tensors, who in in_place)) for tensors in sets]
+                calls = [partial(torch.no_grad()(function), *of_call(tensors, who in in_place)) for tensors in sets]
             else:
                 calls = []
                 for tensors in sets:
-                    results = tuple(one(*tensors))
+                    results = tuple(function(*tensors))
                     given = [torch.randn_like(result) for result in results]
                     calls.append(partial(gradients, results, tensors, given))
             timers[who] = timing.timer("torch", calls, size)
-        found = timing.in_turns(list(timers.values()))
         times = {
-            who: str(one) if isinstance(one, Exception) else round(one.median * 1e6, 3)
-            for who, one in zip(timers, found, strict=True)
+            who: str(taken) if isinstance(taken, Exception) else round(taken.median * 1e6, 3)
+            for who, taken in zip(timers, timing.in_turns(list(timers.values())), strict=True)
         }
         times |= {who: why for who, why in refused.items() if why}
         lines.append({"name": name, "direction": direction, "rows": rows, "cols": cols, "us": times})
@@ -274,7 +277,7 @@ def measure(name: str, rows: int, cols: int, modes: Sequence[str]) -> list[dict[
 
 
 def of_call(tensors: Sequence[Tensor], in_place: bool) -> list[Tensor]:
-    """Copies for those who write over them: the others are to find what they were given."""
+    """Return the tensors, or copies of them for a function that writes over its arguments."""
     return [tensor.detach().clone() for tensor in tensors] if in_place else list(tensors)
 
 
@@ -285,13 +288,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--cols", type=int, nargs="+", default=COLS)
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), help="of torch.compile; default: all")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after the case that passes this many")
     options = parser.parse_args()
-    # A backward pass is run many times over what one forward pass kept.
+    # A backward pass runs many times over what one forward pass kept.
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
     start = time.perf_counter()
-    # Graphs are captured on a stream of their own.
+    # The default stream cannot be captured.
     with lines_to(options.out) as write, torch.cuda.stream(torch.cuda.Stream()):
         for rows, cols, name in product(options.rows, options.cols, options.only):
             if time.perf_counter() - start > options.seconds:

@@ -1,7 +1,7 @@
-"""Host time of a call and where it goes: `python -m bench.host`.
+"""Measure the host time of a call and where it goes: `python -m bench.host`.
 
-A call returns before its kernel has run; what is measured is the time until it returns. Beside it stands a bare launch
-of a CuPy RawKernel: one with the ten arguments of the forward pass and one with three.
+A call returns before its kernel has run, and the time until it returns is measured. For comparison there are bare
+launches of a CuPy RawKernel, one with the ten arguments of the forward pass and one with three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cunorm.kernel import device, launch
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
 
-CALLS = 64  # without waiting for the GPU; its queue holds a thousand
+CALLS = 64  # without waiting for the GPU, whose queue holds a thousand
 REPETITIONS = 301
 ROWS, COLS = 16, 1024  # the kernel is shorter than the call
 
@@ -35,7 +35,7 @@ extern "C" __global__ void ten(const void* x, void* y, const void* weight, const
 
 
 def host_microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median time of each call, in turns, without that of calling a Python function."""
+    """Return the median time of each call, in turns, less that of calling a Python function."""
     calls = {"nothing": lambda: None, **calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPETITIONS):
@@ -56,7 +56,7 @@ def calls() -> dict[str, Callable[[], object]]:
     arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
     pointers = tuple(arrays[name].data.ptr for name in problem.pointers)
     ((write, start, _),) = launch.prepared(solution, 0, get_ident())
-    write(*pointers, 1e-5)  # before the first launch by itself
+    write(*pointers, 1e-5)  # "cuLaunchKernel, prepared" launches with these arguments
     options = ("layer_norm", None, False, None, 0, False)
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")

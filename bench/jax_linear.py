@@ -1,12 +1,12 @@
-"""cunorm.jax.layer_norm_linear against the bare product and against Flax's own norm and product, which are XLA's.
+"""Compare cunorm.jax.layer_norm_linear with the bare product and with Flax's own norm and product, which are XLA's.
 
     python -m bench.jax_linear [--shapes 8192x4096x12288 ...] [--out FILE]
 
-Loops within one jit over rotating buffers, bfloat16, random data. Of every shape and direction all contenders are
-compiled first and then run in turns, so that a GPU that slows down under load slows all of them; medians. Every result
-is checked against float64 before it is timed. Forward and backward are timed together, in one program: apart, XLA would
-have to write what its formulas keep for the backward pass, and in a program of both it computes some of it again.
-"cunorm, fp8" has XLA's product in 8 bits with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
+Contenders are loops within one jit over rotating buffers of random data in bfloat16. For each shape and direction all
+are compiled first and then run in turns, so that a GPU that slows down under load slows all of them, and medians count.
+Every result is checked against float64 before it is timed. Forward and backward are timed together, in one program:
+apart, XLA would have to write what its formulas keep for the backward pass, and in a program of both it computes some
+of it again. "cunorm, fp8" has XLA's product in 8 bits with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SHAPES = (  # rows, in, out
     (8192, 8192, 10240),
 )
 EPS = 1e-5
-SECONDS, ROUNDS = 0.03, 8  # of a loop; each round begins with another contender
-LAYERS = 4  # of the program whose memory is measured
-ERROR = 8e-3  # relative, of bfloat16
-ERRORS_OF_Y = {"cunorm, fp8": 0.045}  # likewise, where it is another one
+SECONDS, ROUNDS = 0.03, 8  # a loop takes about SECONDS, and each round begins with another contender
+LAYERS = 4  # in the program whose memory is measured
+ERROR = 8e-3  # the largest relative error that bfloat16 explains
+ERRORS_OF_Y = {"cunorm, fp8": 0.045}  # the largest ones of y where they are not ERROR
 
 Function = Callable[..., Any]
 
@@ -72,7 +72,7 @@ def forward(function: Function) -> Function:
 
 
 def both(function: Function) -> Function:
-    """y and the five gradients."""
+    """Make a function that returns y and the five gradients."""
 
     def run(*arrays):
         y, pull = jax.vjp(function, *arrays[:-1])
@@ -85,7 +85,7 @@ DIRECTIONS = {"forward": forward, "forward and backward": both}
 
 
 def buffers(seed: int, rows: int, cols: int, outs: int) -> tuple[jax.Array, ...]:
-    """x, kernel, bias, ln_weight, ln_bias and dy."""
+    """Return x, kernel, bias, ln_weight, ln_bias and dy."""
     keys = iter(jax.random.split(jax.random.key(seed), 6))
 
     def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> jax.Array:
@@ -102,9 +102,9 @@ def buffers(seed: int, rows: int, cols: int, outs: int) -> tuple[jax.Array, ...]
 
 
 def errors(results: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> list[float]:
-    """Of y and the five gradients, relative to float64, as ‖a - b‖ / ‖b‖."""
+    """Return the errors of y and the five gradients relative to float64, as ‖a - b‖ / ‖b‖."""
     with jax.enable_x64(True):
-        return [float(found) for found in _errors(results, arrays)]
+        return [float(error) for error in _errors(results, arrays)]
 
 
 @jax.jit
@@ -117,19 +117,18 @@ def _errors(results, arrays):
 def measure(write: Function, shape: tuple[int, int, int]) -> None:
     rows, cols, outs = shape
     base = {"rows": rows, "in": cols, "out": outs, "dtype": "bfloat16"}
-    one = 2 * (rows * cols + outs * cols + rows * outs)
-    sets = [buffers(seed, *shape) for seed in range(min(buffers_needed(one), 16))]
+    moved = 2 * (rows * cols + outs * cols + rows * outs)
+    sets = [buffers(seed, *shape) for seed in range(min(buffers_needed(moved), 16))]
     memory = {}
     for name, function in CONTENDERS.items():  # one after the other: XLA times its products while it compiles
         compiled = jax.jit(both(function)).lower(*sets[0]).compile()
         memory[name] = temporary(compiled)
         if name != "product":
-            found = errors(compiled(*sets[0]), sets[0])
-            write("error", **base, contender=name, relative=found)
-            if not (
-                found[0] < ERRORS_OF_Y.get(name, ERROR) and all(error < ERROR for error in found[1:])
-            ):  # NaN is wrong
-                raise AssertionError(f"{name} is wrong at {shape}: {found}")
+            of_y, *of_gradients = errors(compiled(*sets[0]), sets[0])
+            write("error", **base, contender=name, relative=[of_y, *of_gradients])
+            # NaN is wrong too.
+            if not (of_y < ERRORS_OF_Y.get(name, ERROR) and all(error < ERROR for error in of_gradients)):
+                raise AssertionError(f"{name} is wrong at {shape}: {[of_y, *of_gradients]}")
     write("memory", **base, layers=1, unit="bytes", z=2 * rows * cols, **memory)
     for direction, make in DIRECTIONS.items():
         products = 1 if direction == "forward" else 3
@@ -141,13 +140,13 @@ def measure(write: Function, shape: tuple[int, int, int]) -> None:
         figures = {}
         for name, seconds in times.items():
             p20, _, _, p80 = statistics.quantiles(seconds, n=5)
-            found = {"median": statistics.median(seconds), "p20": p20, "p80": p80}
-            figures[name] = {key: round(value * 1e6, 2) for key, value in found.items()}
+            quantiles = {"median": statistics.median(seconds), "p20": p20, "p80": p80}
+            figures[name] = {key: round(value * 1e6, 2) for key, value in quantiles.items()}
         write("time", **base, direction=direction, unit="us", sets=len(sets), **figures)
 
 
 def memory_of_layers(write: Function, shape: tuple[int, int, int]) -> None:
-    """Of a program of several layers, which all keep something for the backward pass at once."""
+    """Write the memory of a program of several layers, which all keep something for the backward pass at once."""
     rows, cols, outs = shape
     x, *parameters, _ = jax.eval_shape(lambda: buffers(0, *shape))
 
@@ -167,7 +166,7 @@ def memory_of_layers(write: Function, shape: tuple[int, int, int]) -> None:
 
 
 def temporary(compiled: Any) -> int:
-    """Bytes that a program needs beyond its arguments and results."""
+    """Return the bytes that a program needs beyond its arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 

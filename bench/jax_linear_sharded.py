@@ -1,11 +1,12 @@
-"""cunorm.jax.layer_norm_linear with rows of x and columns of kernel over all GPUs of a host, under XLA's overlap flags.
+"""Time cunorm.jax.layer_norm_linear over all GPUs of a host, which share rows of x and columns of kernel.
 
     python -m bench.jax_linear_sharded [--out FILE]
 
 XLA gathers the normalised rows before the product, once more in the backward pass, and scatters the sums of their
-gradient. Beside it stands Flax's norm and product. Every program is compiled with each set of flags; all of a shape and
-direction are checked against each other and run in turns, bfloat16, medians. `collectives` are those of the compiled
-program: collective-permute in an all-gather's place is XLA's product in parts ("windowed einsum").
+gradient. cunorm's program is compiled with each set of XLA's overlap flags, and Flax's norm and product without any.
+All programs of a shape and direction are checked against each other and run in turns, in bfloat16, and medians count.
+`collectives` are those of the compiled program: collective-permute in an all-gather's place is XLA's product in parts
+("windowed einsum").
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.jax_linear import CONTENDERS, DIRECTIONS, ERROR, buffers, temporary
 from bench.jax_norms import environment
 from bench.results import lines_to
 
-SHAPES = ((8192, 4096, 12288), (8192, 8192, 10240), (1024, 4096, 12288))  # rows, in, out of all devices
+SHAPES = ((8192, 4096, 12288), (8192, 8192, 10240), (1024, 4096, 12288))  # rows, in, out on all devices together
 LATENCY = {"xla_gpu_enable_latency_hiding_scheduler": True}
 PARTS = {"xla_gpu_threshold_for_windowed_einsum_mib": 0}
 FLAGS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "windowed einsum, several streams": {**LATENCY, **PARTS, "xla_gpu_multi_streamed_windowed_einsum": True},
 }
 CASES = [*((name, "no flags") for name in ("Flax", "cunorm, z kept")), *(("cunorm", flags) for flags in FLAGS)]
-ROUNDS, SECONDS = 9, 0.02  # of a turn
+ROUNDS, SECONDS = 9, 0.02  # a turn takes about SECONDS
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
 
 X, KERNEL, BIAS, NORM, Y = P("model"), P(None, "model"), P("model"), P(), P(None, "model")
@@ -57,22 +58,22 @@ def measure(write: Callable[..., Any], mesh: Mesh, shape: tuple[int, int, int]) 
     ]
     base = {"rows": rows, "in": cols, "out": outs, "dtype": "bfloat16", "devices": mesh.size}
     for direction, make in DIRECTIONS.items():
-        results = shardings[-1] if direction == "forward" else (shardings[-1], *shardings[:-1])
+        out_shardings = shardings[-1] if direction == "forward" else (shardings[-1], *shardings[:-1])
         programs, exact = {}, None
         for name, flags in CASES:
             label = f"{name}, {flags}"
-            jitted = jax.jit(make(CONTENDERS[name]), out_shardings=results, compiler_options=FLAGS[flags])
+            jitted = jax.jit(make(CONTENDERS[name]), out_shardings=out_shardings, compiler_options=FLAGS[flags])
             try:
                 compiled = jitted.lower(*sets[0]).compile()
-                found = jax.block_until_ready(compiled(*sets[0]))
-            except Exception as error:  # a flag that this XLA has not, or a fault of it: that is the finding
+                results = jax.block_until_ready(compiled(*sets[0]))
+            except Exception as error:  # this XLA lacks a flag, or fails with it, and the line says so
                 write("refused", **base, direction=direction, contender=label, error=str(error)[:300])
                 continue
-            exact = found if exact is None else exact
-            off = max(map(float, _errors(jax.tree.leaves(found), jax.tree.leaves(exact))))
+            exact = results if exact is None else exact
+            off = max(map(float, _errors(jax.tree.leaves(results), jax.tree.leaves(exact))))
             kinds = dict(Counter(re.findall(rf"= [^=]*? ({COLLECTIVES})(?:-start)?\(", compiled.as_text())))
-            found = {"collectives": kinds, "off": off, "temporary": temporary(compiled)}
-            write("program", **base, direction=direction, contender=label, **found)
+            figures = {"collectives": kinds, "off": off, "temporary": temporary(compiled)}
+            write("program", **base, direction=direction, contender=label, **figures)
             if not off < 2 * ERROR:  # either may be off by ERROR; NaN is wrong
                 raise AssertionError(f"{label} is wrong at {shape}: {off}")
             programs[label] = compiled
@@ -80,13 +81,13 @@ def measure(write: Callable[..., Any], mesh: Mesh, shape: tuple[int, int, int]) 
 
 
 @jax.jit
-def _errors(found, expected):
+def _errors(results, expected):
     norm = jnp.linalg.norm
-    return [norm((a - b).astype("float32")) / norm(b.astype("float32")) for a, b in zip(found, expected, strict=True)]
+    return [norm((a - b).astype("float32")) / norm(b.astype("float32")) for a, b in zip(results, expected, strict=True)]
 
 
 def in_turns(programs: dict[str, Callable[..., Any]], sets: list[list[jax.Array]]) -> dict[str, float]:
-    """Microseconds of a call, of several in a row: medians of the turns."""
+    """Return the median microseconds of a call, where a turn is several calls in a row."""
 
     def seconds(program: Callable[..., Any], count: int) -> float:
         start = time.perf_counter()
@@ -103,7 +104,7 @@ def in_turns(programs: dict[str, Callable[..., Any]], sets: list[list[jax.Array]
     for turn in range(ROUNDS):
         for name in list(programs)[:: 1 if turn % 2 else -1]:
             times[name].append(seconds(programs[name], counts[name]))
-    return {name: round(statistics.median(found) * 1e6, 1) for name, found in times.items()}
+    return {name: round(statistics.median(taken) * 1e6, 1) for name, taken in times.items()}
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""The JAX adapter against the same kernels under CuPy and against XLA's own, and what it costs to compile.
+"""Compare the JAX adapter with the same kernels under CuPy and with XLA's own, and measure what it costs to compile.
 
     python -m bench.jax_norms [speed|layers|all] [--out FILE]
 
 `speed` is kernel time over rotating buffers: XLA runs a loop within one jit, each call ordered after the one before,
-and CuPy a CUDA graph, over the same arrays in turns. `layers` is a model of 48 norms, forward and backward, each
-provider in processes of its own: the first with empty caches, the second with what the first left on disk.
+and CuPy a CUDA graph, over the same arrays in turns. `layers` is a model of 48 norms, forward and backward. Each
+provider compiles it in two processes: the first has empty caches, the second has what the first left on disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from bench.results import lines_to
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
-SECONDS, REPEATS = 0.2, 5  # of a loop, of which the median counts
-TURN_BYTES = 1.6e9  # that a turn of the loop moves at least: about 0.4 ms, beside the 3 us that a turn costs
+SECONDS, REPEATS = 0.2, 5  # seconds of a loop, and loops whose median counts
+TURN_BYTES = 1.6e9  # a turn of the loop moves at least these, in about 0.4 ms, so that its overhead of 3 us is small
 LAYERS, LAYER_SHAPE = 48, (4096, 1024)
 PROVIDERS = ("cunorm", "XLA")
 
@@ -99,16 +99,15 @@ def speed(write: Callable[..., None]) -> None:
             measured = {"CuPy": _on_cupy(case, cupy_sets)}
             for name, function in functions.items():
                 measured[name] = loop_time(function, jax_sets, case.bytes_moved / 2.5e12)
-            again = _on_cupy(case, cupy_sets)  # before and after: how far the machine moved meanwhile
-            measured["CuPy"] = min(measured["CuPy"], again)
+            # CuPy is measured before and after the others, in case the GPU became faster or slower meanwhile.
+            measured["CuPy"] = min(measured["CuPy"], _on_cupy(case, cupy_sets))
             errors = {}
             for name, function in functions.items():
                 import jax
 
                 results = jax.block_until_ready(jax.jit(function)(*jax_sets[0]))
                 results = results if isinstance(results, tuple) else (results,)
-                found = check.errors(case, workload.sets[0], tuple(map(to_cupy, results)))
-                errors[name] = max(found.values())
+                errors[name] = max(check.errors(case, workload.sets[0], tuple(map(to_cupy, results))).values())
             write(
                 "speed",
                 direction=direction,
@@ -165,7 +164,7 @@ def _on_cupy(case, sets) -> float:
 
 
 def loop_time(function: Callable, sets: Sequence[tuple], estimate: float) -> float:
-    """Seconds of one call, the median of several loops; `estimate` is about as many."""
+    """Return the seconds of one call, the median of several loops; `estimate` is about what it takes."""
     from bench.timing import loop
 
     measure = loop(function, sets, estimate, SECONDS)
@@ -190,7 +189,7 @@ def layers(write: Callable[..., None]) -> None:
 
 
 def compile_layers(provider: str) -> dict[str, float]:
-    """Seconds to trace and lower, to compile, of the first call, and of a later one."""
+    """Return the seconds that tracing and lowering take, compiling, the first calls, and a later one."""
     import jax
     import jax.numpy as jnp
 
@@ -207,7 +206,7 @@ def compile_layers(provider: str) -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), LAYER_SHAPE, jnp.bfloat16)
     weights = [jnp.ones(LAYER_SHAPE[1], jnp.bfloat16) for _ in range(LAYERS)]
     biases = [jnp.zeros(LAYER_SHAPE[1], jnp.bfloat16) for _ in range(LAYERS)]
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(x))  # XLA's own start
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(x))  # lets XLA start before anything is timed
 
     seconds = [time.perf_counter()]
     lowered = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(x, weights, biases)

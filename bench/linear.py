@@ -1,10 +1,10 @@
-"""layer_norm_linear against the bare product, torch's two operators, torch.compile and TransformerEngine where it is.
+"""Compare layer_norm_linear with the bare product, torch's two operators, torch.compile and TransformerEngine.
 
     python -m bench.linear [--warm] [--parts speed memory host] [--out FILE]
 
-Replays of CUDA graphs, bfloat16, random data. Of every shape and direction all contenders are captured first and then
-replayed in turns, so that a GPU that slows down under load slows all of them; medians. Every result is checked against
-float64 before it is timed. `--warm` only compiles, into inductor's cache: run it first.
+Contenders are CUDA graphs over random data in bfloat16. For each shape and direction all are captured first and then
+replayed in turns, so that a GPU that slows down under load slows all of them, and medians count. Every result is
+checked against float64 before it is timed. `--warm` only compiles, into inductor's cache: run it first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.torch_models import alternate
 from cunorm.torch import layer_norm_linear
 from cunorm.torch.norm import nodes
 
-# Of ANCHORS' table: rows, in, out.
+# (rows, in, out)
 SHAPES = (
     (16, 4096, 12288),
     (128, 4096, 12288),
@@ -38,10 +38,10 @@ SHAPES = (
 )
 EPS = 1e-5
 ROUNDS = 40
-MICROSECONDS = 400  # at least, of a graph
+MICROSECONDS = 400  # a graph takes at least this long
 DIRECTIONS = ("forward", "backward")
 PARTS = ("speed", "memory", "host")
-ERROR = 8e-3  # relative, of bfloat16
+ERROR = 8e-3  # the largest relative error that bfloat16 explains
 
 
 class Buffers(NamedTuple):
@@ -65,10 +65,10 @@ def two_operators(x, weight, bias, ln_weight, ln_bias):
 
 
 def contenders() -> dict[str, Function]:
-    """Each takes x, weight, bias, ln_weight and ln_bias. The product takes x for the normalised tensor."""
+    """Return functions of x, weight, bias, ln_weight and ln_bias, of which the bare product takes x as normalised."""
     torch._functorch.config.donated_buffer = False  # a backward pass runs more than once
-    torch._dynamo.reset()  # its limit of recompilations is for one function of changing shapes
-    found = {
+    torch._dynamo.reset()  # or the shapes so far would count towards its limit of recompilations
+    functions = {
         "product": lambda x, weight, bias, *_: F.linear(x, weight, bias),
         "torch": two_operators,
         "torch.compile": torch.compile(two_operators, dynamic=False),
@@ -78,7 +78,7 @@ def contenders() -> dict[str, Function]:
     try:
         import transformer_engine.pytorch as te
     except ImportError:
-        return found
+        return functions
     modules: dict[int, Any] = {}
 
     def transformer_engine(x, weight, bias, ln_weight, ln_bias):
@@ -90,7 +90,7 @@ def contenders() -> dict[str, Function]:
             modules[id(weight)] = module
         return module(x)
 
-    return {**found, "TransformerEngine": transformer_engine}
+    return {**functions, "TransformerEngine": transformer_engine}
 
 
 def buffers(rows: int, cols: int, outs: int) -> Buffers:
@@ -122,7 +122,7 @@ def call_of(name: str, function: Function, b: Buffers, direction: str) -> Callab
 
 
 def nothing_freed(node: Any) -> Callable[[], None]:
-    """What to call before every backward pass of a node, to run it more than once.
+    """Return what must be called before every backward pass of a node, so that it can run more than once.
 
     TransformerEngine's nodes free what they saved whatever retain_graph says: they drop `tensor_objects` and empty each
     saved tensor that has no attribute `_do_not_clear` (transformer_engine/pytorch/{quantized_tensor,utils}.py).
@@ -141,7 +141,7 @@ def nothing_freed(node: Any) -> Callable[[], None]:
 
 
 def errors(function: Function, b: Buffers) -> list[float]:
-    """Of y and the five gradients, relative to float64, as ‖a - b‖ / ‖b‖."""
+    """Return the errors of y and the five gradients relative to float64, as ‖a - b‖ / ‖b‖."""
     wide = [t.detach().double().requires_grad_() for t in b.inputs]
     expected = two_operators(*wide)
     exact = [expected, *torch.autograd.grad(expected, wide, b.dy.double())]
@@ -151,7 +151,7 @@ def errors(function: Function, b: Buffers) -> list[float]:
 
 
 def captured(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[Any, list[Any]]:
-    """A graph of all calls, `repeats` times one after the other, and what they return, which it writes to."""
+    """Capture all calls, `repeats` times one after the other; return the graph and the results, which it writes to."""
     stream = torch.cuda.current_stream()
     for _ in range(2):
         results = [call() for call in calls]
@@ -167,7 +167,7 @@ def captured(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[Any, lis
 
 
 def in_turns(graphs: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every replay; each round begins with another contender."""
+    """Return the microseconds of every replay; each round begins with another contender."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)
     for turn in range(rounds):
@@ -184,15 +184,15 @@ def in_turns(graphs: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 def measure(write: Callable[..., None], shape: tuple[int, int, int]) -> None:
     rows, cols, outs = shape
     functions = contenders()
-    one = 2 * (rows * cols + outs * cols + rows * outs)
-    sets = [buffers(*shape) for _ in range(min(buffers_needed(one), 16))]
+    moved = 2 * (rows * cols + outs * cols + rows * outs)
+    sets = [buffers(*shape) for _ in range(min(buffers_needed(moved), 16))]
     base = {"rows": rows, "in": cols, "out": outs, "dtype": "bfloat16"}
     for name, function in functions.items():
         if name != "product":
-            found = errors(function, sets[0])
-            write("error", **base, contender=name, relative=found)
-            if not all(error < ERROR for error in found):  # NaN is wrong
-                raise AssertionError(f"{name} is wrong at {shape}: {found}")
+            relative = errors(function, sets[0])
+            write("error", **base, contender=name, relative=relative)
+            if not all(error < ERROR for error in relative):  # NaN is wrong too
+                raise AssertionError(f"{name} is wrong at {shape}: {relative}")
     for direction in DIRECTIONS:
         torch.cuda.empty_cache()
         estimate = (2 if direction == "forward" else 4) * rows * cols * outs / 700e6 + 15  # microseconds of a call
@@ -206,14 +206,14 @@ def measure(write: Callable[..., None], shape: tuple[int, int, int]) -> None:
         figures = {}
         for name, values in times.items():
             p20, _, _, p80 = statistics.quantiles(values, n=5)
-            found = {"median": statistics.median(values), "p20": p20, "p80": p80}
-            figures[name] = {key: round(value / repeats / len(sets), 2) for key, value in found.items()}
+            quantiles = {"median": statistics.median(values), "p20": p20, "p80": p80}
+            figures[name] = {key: round(value / repeats / len(sets), 2) for key, value in quantiles.items()}
         write("time", **base, direction=direction, unit="us", sets=len(sets), **figures)
         del graphs, kept
 
 
 def peak_memory(write: Callable[..., None], shape: tuple[int, int, int]) -> None:
-    """Bytes that forward and backward need at once beyond the inputs."""
+    """Write the bytes that forward and backward need at once beyond the inputs."""
     b = buffers(*shape)
     figures = {}
     for name, function in contenders().items():
@@ -232,7 +232,7 @@ def peak_memory(write: Callable[..., None], shape: tuple[int, int, int]) -> None
 
 
 def host_time(write: Callable[..., None]) -> None:
-    """Microseconds until a call returns, the GPU having next to nothing to do."""
+    """Write the microseconds until a call returns, while the GPU has next to nothing to do."""
     b = buffers(16, 256, 256)
     functions = {name: function for name, function in contenders().items() if name != "product"}
 

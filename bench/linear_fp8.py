@@ -1,16 +1,16 @@
-"""LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts ...] [--shapes ...] [--out FILE]`.
+"""Time LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts ...] [--shapes ...] [--out FILE]`.
 
-    casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
-    products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of
-               accumulation, and of blocks, 1 x 128 by 128 x 128, in the split one
-    layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind;
+    casts      the casts of operands, and the roof for their bytes, 3 for an element of 16 bits
+    products   products with scales of rows, with scales of tensors, and with scales applied afterwards, by both kinds
+               of accumulation, and with scales of blocks, 1 x 128 by 128 x 128, by the split one
+    layers     cunorm.torch.LayerNormLinear with RowwiseScaling and in bfloat16, and the bare products of the same kind;
                TransformerEngine's with its current scaling and torchao's scales of rows, where they are installed
-    forwards   of these the forward passes alone, with weight kept, of shapes of their own: from few rows to many
-    host       microseconds until a call returns, and those of its parts
+    forwards   only the forward passes of these, with weight kept, for shapes from few rows to many
+    host       the microseconds until a call returns, and those of its parts
     kernels    each kernel of a forward and backward pass, by torch's profiler
 
-Of a shape everything is replayed in turns after a warm-up, but for the last two, which run in eager mode; medians in
-microseconds, a line of JSON for each shape. Shapes are rows x in x out, as 128x4096x12288.
+All contenders of a shape are replayed in turns after a warm-up, but the last two parts run in eager mode. Each shape
+has a line of JSON with medians in microseconds. Shapes are rows x in x out, as 128x4096x12288.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .results import lines_to
 
 PARTS = ("casts", "products", "layers", "forwards", "host", "kernels")
 CASTS = ((65536, 1024), (16384, 4096), (8192, 8192), (8192, 12288), (2340, 28672))
-# Rows, in, out, as bench/linear.py.
+# (rows, in, out), as in bench/linear.py
 SHAPES = (
     (16, 4096, 12288),
     (128, 4096, 12288),
@@ -39,7 +39,7 @@ SHAPES = (
 FORWARDS = tuple(
     (rows, *sizes) for sizes in ((1024, 4096), (8192, 10240), (4096, 12288)) for rows in (128, 512, 2048, 8192)
 )
-BLOCK = 128  # columns of a scale, and outputs of one of weight
+BLOCK = 128  # columns that share a scale; in weight as many outputs share it too
 
 
 def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
         return [lambda x=x: call(x) for x in xs]
 
     def weights(x: Any) -> Any:
-        """Both layouts of a weight, by two reads."""
-        found = casting.cast_rows(x, column_amax=True)
-        return found, casting.cast_columns(x, found[3])
+        """Return both layouts of a weight, which take two reads of it."""
+        by_rows = casting.cast_rows(x, column_amax=True)
+        return by_rows, casting.cast_columns(x, by_rows[3])
 
     halves = [cupy.asarray(x.view(torch.uint8)).reshape(2, -1) for x in xs]
     sets = [(a, b, cupy.asarray(out)) for (a, b), out in zip(halves, outs, strict=True)]
     streams = [timing.timer("cupy", calls, moved) for _, calls in roofs.calls(sets)]
-    roof = min(one.median for one in timing.in_turns(streams, SECONDS) if not isinstance(one, Exception))
+    roof = min(taken.median for taken in timing.in_turns(streams, SECONDS) if not isinstance(taken, Exception))
     times = measured(
         {
             "rows": each(casting.cast_rows),
@@ -80,12 +80,12 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
         },
         moved,
     )
-    found = {"roof": round(roof * 1e6, 2)} | times
+    microseconds = {"roof": round(roof * 1e6, 2)} | times
     both = times["weights both ways"]
-    of_roof = shares(found, "roof")
+    of_roof = shares(microseconds, "roof")
     if isinstance(both, float):
-        of_roof["weights both ways"] = round(2 * found["roof"] / both, 3)
-    return {"us": found, "of roof": of_roof}
+        of_roof["weights both ways"] = round(2 * microseconds["roof"] / both, 3)
+    return {"us": microseconds, "of roof": of_roof}
 
 
 def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
     wide = [
         [torch.randn(size, cols, device="cuda", dtype=torch.bfloat16) for size in (rows, outs)] for _ in range(count)
     ]
-    bytes_ = [[casting.cast_rows(one)[:2] for one in pair] for pair in wide]
+    bytes_ = [[casting.cast_rows(matrix)[:2] for matrix in pair] for pair in wide]
     bias = torch.randn(outs, device="cuda", dtype=torch.bfloat16)
-    one = torch.ones((), device="cuda")
+    unit = torch.ones((), device="cuda")
     call = torch._scaled_mm
 
     def by_rows(pair: Any, fast: bool) -> Any:
@@ -110,9 +110,9 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
     def by_tensor(pair: Any, fast: bool) -> Any:
         (a, _), (b, _) = pair
-        return call(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return call(a, b.t(), scale_a=unit, scale_b=unit, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    # (rows, cols / 128) and (cols / 128, outs / 128), neighbours down a column: so torch knows scales of blocks.
+    # torch takes scales of blocks as (rows, cols / 128) and (cols / 128, outs / 128), contiguous down a column.
     of_blocks = [
         torch.ones(cols // BLOCK, rows, device="cuda").t(),
         torch.ones(outs // BLOCK, cols // BLOCK, device="cuda").t(),
@@ -124,7 +124,7 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
     def scaled_after(pair: Any, dtype: Any) -> Any:
         (a, a_scale), (b, b_scale) = pair
-        product = call(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+        product = call(a, b.t(), scale_a=unit, scale_b=unit, out_dtype=dtype, use_fast_accum=True)
         return casting.scaled(product, a_scale, b_scale, bias, torch.bfloat16)
 
     def each(function: Callable[..., Any], *more: Any) -> list[Callable[[], Any]]:

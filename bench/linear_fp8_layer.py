@@ -1,4 +1,4 @@
-"""cunorm.torch.LayerNormLinear in FP8 beside bfloat16 and the bare products: parts of `python -m bench.linear_fp8`."""
+"""Parts of `python -m bench.linear_fp8` that time LayerNormLinear in FP8, in bfloat16, and the bare products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import timing
 from .linear_fp8_peers import peers
 from .linear_fp8_times import bytes_of_product, measured, shares
 
-HOST_TURNS, HOST_CALLS = 9, 16  # of so many calls the host waits for none
+HOST_TURNS, HOST_CALLS = 9, 16  # turns, and calls of a turn, which are so few that the host waits for none
 PROFILED = 10  # calls
 
 
@@ -34,7 +34,7 @@ class Layer:
             self.both(index, self.recipe, True)  # keeps the bytes of weight
 
     def forward(self, index: int, recipe: Any) -> Any:
-        """With the bytes of weight that are kept; in bfloat16 without a recipe."""
+        """Run a forward pass in bfloat16, or by a recipe with the bytes of weight that are kept."""
         import torch
 
         with torch.no_grad(), self.adapter.autocast(recipe is not None, recipe=recipe):
@@ -49,7 +49,7 @@ class Layer:
         return torch.autograd.grad(y, (x, *module.parameters()), self.dys[index])
 
     def weights(self, index: int) -> Any:
-        """Both layouts of weight, as a call makes them."""
+        """Return both layouts of weight, as a call makes them."""
         from cunorm.torch.linear.float8 import quantised
 
         return quantised(self.modules[index].weight.detach(), self.recipe.scheme, True)
@@ -59,7 +59,10 @@ class Layer:
 
 
 def bare_products(layer: Layer) -> Callable[[int, str], Any]:
-    """y, dz and dweight by torch's product alone, of bytes that are there, as RowwiseScaling accumulates each."""
+    """Return a function that computes y, dz or dweight by torch's product of bytes that are there already.
+
+    Each product accumulates as RowwiseScaling does it.
+    """
     import torch
 
     from cunorm.torch.linear.float8_arithmetic import as_right, cast_columns, cast_rows
@@ -106,7 +109,7 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
             "weight": layer.each(layer.weights),
             "product of y": layer.each(bare, "y"),
             "three products": layer.each(lambda index: [bare(index, name) for name in names]),
-            **{name: layer.each(one) for name, one in others.items()},
+            **{name: layer.each(run) for name, run in others.items()},
         },
         moved,
     )
@@ -115,7 +118,7 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
         fine = isinstance(times[a], float) and isinstance(times[b], float)
         return round(times[a] / times[b], 3) if fine else None
 
-    found = {
+    ratios = {
         "forward / product": ratio("forward, weight kept", "product of y"),
         "forward / bfloat16": ratio("forward, weight kept", "forward, bfloat16"),
         "both / three products": ratio("forward and backward, weight kept", "three products"),
@@ -124,9 +127,9 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     every, kept, weight = (
         times[name] for name in ("forward and backward", "forward and backward, weight kept", "weight")
     )
-    if all(isinstance(one, float) for one in (every, kept, weight)):
-        found["saved / weight"] = round((every - kept) / weight, 3)
-    return {"us": times, "ratios": found, "missing": missing}
+    if all(isinstance(taken, float) for taken in (every, kept, weight)):
+        ratios["saved / weight"] = round((every - kept) / weight, 3)
+    return {"us": times, "ratios": ratios, "missing": missing}
 
 
 def forwards(rows: int, cols: int, outs: int) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def forwards(rows: int, cols: int, outs: int) -> dict[str, Any]:
         {
             "bfloat16": layer.each(layer.forward, None),
             "RowwiseScaling": layer.each(layer.forward, layer.recipe),
-            **{name.removeprefix("forward, "): layer.each(one) for name, one in others.items()},
+            **{name.removeprefix("forward, "): layer.each(run) for name, run in others.items()},
         },
         moved,
     )
@@ -145,7 +148,7 @@ def forwards(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
 
 def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
-    """Median microseconds until a call returns, in turns, the queue of kernels being short."""
+    """Return the median microseconds until a call returns, in turns, while the queue of kernels is short."""
     import torch
     from torch.nn import functional as F  # noqa: N812
 
@@ -155,9 +158,10 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
     layer = Layer(rows, cols, outs, 1)
     module, x, bare, weights = layer.modules[0], layer.xs[0].detach(), bare_products(layer), layer.weights(0)
     weight, bias, gamma, beta = (
-        one.detach() for one in (module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)
+        parameter.detach()
+        for parameter in (module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)
     )
-    bytes_, one, shape = cast_rows(x)[0], torch.ones((), device="cuda"), x.shape[-1:]
+    bytes_, unit, shape = cast_rows(x)[0], torch.ones((), device="cuda"), x.shape[-1:]
 
     def context() -> None:
         with torch.no_grad(), layer.adapter.autocast(recipe=layer.recipe):
@@ -165,7 +169,7 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
     def of_ones() -> Any:
         options = {"out_dtype": torch.float32, "use_fast_accum": True}
-        return torch._scaled_mm(bytes_, weights.rows, scale_a=one, scale_b=one, **options)
+        return torch._scaled_mm(bytes_, weights.rows, scale_a=unit, scale_b=unit, **options)
 
     calls = {
         "forward, bfloat16": lambda: layer.forward(0, None),
@@ -193,7 +197,7 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
             for _ in range(HOST_CALLS):
                 start = time.perf_counter()
                 call()
-                if turn:  # the first was a warm-up
+                if turn:  # the first turn is a warm-up
                     times[name].append(time.perf_counter() - start)
     medians = {name: round(statistics.median(taken) * 1e6, 1) for name, taken in times.items()}
     ratios = {
@@ -204,13 +208,13 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
 
 def kernels(rows: int, cols: int, outs: int) -> dict[str, Any]:
-    """[name, launches a call, microseconds a call] of each kernel, in order."""
+    """Return [name, launches a call, microseconds a call] of each kernel, in order."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     layer = Layer(rows, cols, outs, 2)
-    found = {}
+    by_kind = {}
     kinds = (("bfloat16", None, None), ("FP8, weight kept", layer.recipe, False), ("FP8", layer.recipe, None))
     for name, recipe, first in kinds:
         for index in (0, 1):
@@ -222,9 +226,9 @@ def kernels(rows: int, cols: int, outs: int) -> dict[str, Any]:
             torch.cuda.synchronize()
         times: dict[str, list[float]] = {}
         for event in taken.events() or ():
-            if event.device_type == DeviceType.CUDA:  # `is` never holds
+            if event.device_type == DeviceType.CUDA:  # the two are equal, but never the same object
                 times.setdefault(event.name, []).append(event.time_range.elapsed_us())
-        found[name] = [
+        by_kind[name] = [
             [kernel[:100], len(each) / PROFILED, round(sum(each) / PROFILED, 2)] for kernel, each in times.items()
         ]
-    return {"kernels": found}
+    return {"kernels": by_kind}

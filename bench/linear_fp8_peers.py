@@ -1,4 +1,4 @@
-"""LayerNorm and a Linear in FP8 by others, where they are installed: contenders of `python -m bench.linear_fp8`."""
+"""Contenders of `python -m bench.linear_fp8`: LayerNorm and a Linear in FP8 by others, where they are installed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-Pass = Callable[[int], Any]  # of the set of buffers with this number
+Pass = Callable[[int], Any]  # takes the number of a set of buffers
 
 
 def transformer_engine(layer: Any) -> dict[str, Pass]:
-    """Its current scaling, its default where history need not be kept; in the forward pass with weights kept."""
+    """Load TransformerEngine's layer with current scaling, which needs no history, and with weights kept."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -33,7 +33,7 @@ def transformer_engine(layer: Any) -> dict[str, Pass]:
 
 
 def torchao(layer: Any) -> dict[str, Pass]:
-    """Scales of rows, compiled with torch's norm, for inference, with weights kept."""
+    """Load torchao's inference with scales of rows and weights kept, compiled together with torch's norm."""
     import torch
 
     outs, cols = layer.modules[0].weight.shape
@@ -50,7 +50,7 @@ def torchao(layer: Any) -> dict[str, Pass]:
 
 @cache
 def _torchao_of(cols: int, outs: int) -> Any:
-    """One module for all numbers of rows and all sets of buffers: it takes 10 s and more to compile."""
+    """Compile one module for all numbers of rows and all sets of buffers, because compiling takes many seconds."""
     import torch
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
@@ -61,13 +61,13 @@ def _torchao_of(cols: int, outs: int) -> Any:
 
 
 def peers(layer: Any, both: bool = True) -> tuple[dict[str, Pass], dict[str, str]]:
-    """(passes by contender, why somebody is missing), without `both` the forward passes alone."""
-    found: dict[str, Pass] = {}
+    """Return (passes by contender, why a contender is missing), without `both` only the forward passes."""
+    by_contender: dict[str, Pass] = {}
     missing = {}
     for name, load in {"TransformerEngine": transformer_engine, "torchao": torchao}.items():
         try:
             passes = load(layer)
-            found |= {f"{kind}, {name}": one for kind, one in passes.items() if both or kind == "forward"}
+            by_contender |= {f"{kind}, {name}": run for kind, run in passes.items() if both or kind == "forward"}
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:200]
-    return found, missing
+    return by_contender, missing

@@ -1,4 +1,4 @@
-"""Times of a part of the layer in 8 bits, in turns, and what must be moved for it."""
+"""Times of parts of the layer in 8 bits, in turns, and the bytes that they must move."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from . import timing
 
-SECONDS = 0.3  # a shape
+SECONDS = 0.3  # for a shape
 Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers
 
 
 def bytes_of_cast(rows: int, cols: int) -> int:
-    """That a cast of 16 bits moves, but for scales."""
+    """Return the bytes that a cast from 16 bits moves, without the scales."""
     return 3 * rows * cols
 
 
@@ -21,24 +21,24 @@ def bytes_of_product(rows: int, cols: int, outs: int) -> int:
 
 
 def measured(calls: Calls, moved: int) -> dict[str, Any]:
-    """Microseconds by contender, or what it raised."""
+    """Return each contender's microseconds, or what it raised."""
     timers, failed = [], {}
     for name, sets in calls.items():
         try:
             timers.append((name, timing.timer("torch", sets, moved)))
-        except Exception as error:  # a product that this torch has not
+        except Exception as error:  # this torch may lack a product
             failed[name] = str(error)[:200]
-    times = timing.in_turns([one for _, one in timers], SECONDS)
-    found = {
-        name: str(one)[:200] if isinstance(one, Exception) else round(one.median * 1e6, 2)
-        for (name, _), one in zip(timers, times, strict=True)
+    times = timing.in_turns([timer for _, timer in timers], SECONDS)
+    microseconds = {
+        name: str(taken)[:200] if isinstance(taken, Exception) else round(taken.median * 1e6, 2)
+        for (name, _), taken in zip(timers, times, strict=True)
     }
-    return found | failed
+    return microseconds | failed
 
 
 def shares(times: Mapping[str, Any], of: str) -> dict[str, float]:
-    """What part of its time a contender would take at the speed of another; without those that failed."""
+    """Return which part of its time each contender would take at the speed of one of them, without failed ones."""
     base = times.get(of)
     if not isinstance(base, float):
         return {}
-    return {name: round(base / one, 3) for name, one in times.items() if isinstance(one, float) and name != of}
+    return {name: round(base / time, 3) for name, time in times.items() if isinstance(time, float) and name != of}

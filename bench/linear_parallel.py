@@ -1,13 +1,13 @@
-"""LayerNormLinear over the GPUs of one host, part by part: `python -m bench.linear_parallel [--ranks 2] [--out FILE]`.
+"""Time LayerNormLinear over the GPUs of a host, by parts: `python -m bench.linear_parallel [--ranks 2] [--out FILE]`.
 
-    links      rows pulled through symmetric memory, one way and both ways, NCCL's gather and scatter, a signal
-    products   the product of all rows, of own rows and then the others', with a pull or a gather of NCCL's beside it
-    layers     forward and backward with NCCL in turn, with each ub_* flag, torch's fused_all_gather_matmul, and
+    links      pulls of rows through symmetric memory, one way and both ways, NCCL's gather and scatter, and a signal
+    products   the product of all rows, at once or in parts, and while a pull or a gather of NCCL's runs beside it
+    layers     forward and backward passes with NCCL, with each ub_* flag, with torch's fused_all_gather_matmul, and
                TransformerEngine's layer over NCCL, where it is installed
-    memory     bytes that a layer holds from its forward pass to its backward pass beside x and y, of the rank with most
+    memory     bytes that a layer holds between its two passes besides x and y, on the rank with most
 
-It starts a process for each GPU. All that is compared is timed in turns; medians, of the slower rank, in microseconds:
-a line of JSON for each shape.
+It starts a process for each GPU. Contenders are timed in turns, and each shape has a line of JSON with medians in
+microseconds, on the slower rank.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("links", "products", "layers", "memory")
-WHOLE = ((8192, 4096, 12288), (8192, 8192, 10240))  # rows of all ranks, in, out of all ranks
+WHOLE = ((8192, 4096, 12288), (8192, 8192, 10240))  # rows, in, out on all ranks together
 FEWER = tuple((rows, 4096, 12288) for rows in (128, 512, 1024, 2048, 4096))
 SIZES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 64 << 20)  # bytes that a rank receives
 TURNS = 9
-SECONDS = 0.012  # of a turn of one contender
+SECONDS = 0.012  # a contender's turn takes about this long
 
 Call = Callable[[], Any]
 
 
 def slower(times_of_ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Of each contender the time of the rank that takes longest."""
+    """Return each contender's time on the rank where it takes longest."""
     return {name: max(times[name] for times in times_of_ranks) for name in times_of_ranks[0]}
 
 
 def of_ranks(own: dict[str, float]) -> list[dict[str, float]]:
     import torch.distributed as dist
 
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def limit(parts: Mapping[str, float], norm: str, product: str, exchange: str) -> float:
-    """norm + 1.05 x max(product, exchange), which a pass that hides one under the other must not exceed."""
+    """Return norm + 1.05 x max(product, exchange), the limit of a pass that hides one under the other."""
     return round(parts[norm] + 1.05 * max(parts[product], parts[exchange]), 1)
 
 
 def measured(calls: Mapping[str, Call]) -> dict[str, Any]:
-    """Microseconds of each, of the slower rank; several calls in a row, so that the host is ahead where it can be."""
+    """Return each call's microseconds on the slower rank, of several in a row, so that the host can run ahead."""
     import torch
     import torch.distributed as dist
 
@@ -72,22 +72,22 @@ def measured(calls: Mapping[str, Call]) -> dict[str, Any]:
         try:
             for _ in range(3):
                 call()
-        except (NotImplementedError, RuntimeError) as error:  # an operator that this torch has not, on any rank
+        except (NotImplementedError, RuntimeError) as error:  # torch lacks an operator, on every rank alike
             failed[name] = str(error)[:200]
             continue
-        found = torch.tensor([seconds(call, 3)], device="cuda")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)  # as many calls on every rank
-        counts[name] = max(3, min(50, int(SECONDS / found.item())))
+        slowest = torch.tensor([seconds(call, 3)], device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # so that every rank makes as many calls
+        counts[name] = max(3, min(50, int(SECONDS / slowest.item())))
     times: dict[str, list[float]] = {name: [] for name in counts}
     for turn in range(TURNS):
         for name in list(counts)[:: 1 if turn % 2 else -1]:
             times[name].append(seconds(calls[name], counts[name]))
-    own = {name: round(statistics.median(found) * 1e6, 1) for name, found in times.items()}
+    own = {name: round(statistics.median(taken) * 1e6, 1) for name, taken in times.items()}
     return slower(of_ranks(own)) | failed
 
 
 class Bench:
-    """What a rank measures; every method gives lines to print."""
+    """The measurements of a rank; each part is a method that yields lines to print."""
 
     def __init__(self, rank: int, ranks: int):
         import torch
@@ -178,7 +178,7 @@ class Bench:
             calls: dict[str, Call] = {"product": whole, "product in parts": in_parts, "NCCL gather": gather}
             calls["product beside NCCL"] = lambda gather=gather, beside=beside: beside(gather)
             if exchange is not None:
-                buffer = symmetric.Buffer(self.group, self.device)  # without it the memory is gone
+                buffer = symmetric.Buffer(self.group, self.device)  # must outlive its views
                 views = buffer.of_ranks((rows, cols), z.dtype)
                 count = rows // self.ranks
                 source, target = views[(self.rank + 1) % self.ranks][:count], gathered[:count]
@@ -205,7 +205,7 @@ class Bench:
             yield {"part": "products", "rows": rows, "in": cols, "out": outs, **times, **bits}
 
     def layers(self):
-        self.symmetric.worth = lambda *_, **__: True  # the bounds on bytes are taken from this
+        self.symmetric.worth = lambda *_, **__: True  # overlap everything: `worth` follows from these measurements
         for shape in (*WHOLE, *FEWER):
             yield {"part": "layers", **dict(zip(("rows", "in", "out"), shape, strict=True)), **self._layer(*shape)}
 
@@ -243,7 +243,7 @@ class Bench:
         for name in ("NCCL", "bulk", "ub_overlap_rs_dgrad"):
             module = modules[name]
             leaves[name] = (module(x), [x, *module.parameters()])
-            calls[f"backward, {name}"] = lambda found=leaves[name]: torch.autograd.grad(*found, dy, retain_graph=True)
+            calls[f"backward, {name}"] = lambda pair=leaves[name]: torch.autograd.grad(*pair, dy, retain_graph=True)
         overlapped = LayerNormLinear(cols, outs, **self._options, **kinds["ub_overlap_ag"], **kinds["bulk"])
         for name, module in {"NCCL": first, "all flags": overlapped, **self._of_transformer_engine(cols, outs)}.items():
             if name not in modules:
@@ -268,7 +268,7 @@ class Bench:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Of a layer."""
+        """The options that all layers share."""
         options = {"tp_group": self.group, "sequence_parallel": True, "parallel_mode": "column", "device": self.device}
         return {**options, "params_dtype": self.torch.bfloat16}
 
@@ -286,18 +286,18 @@ class Bench:
                 **self._of_transformer_engine(cols, outs),
             }
             x, dy = self._random(rows // self.ranks, cols).requires_grad_(), self._random(rows, outs // self.ranks)
-            found = {}
+            held = {}
             for name, module in modules.items():
-                module(x).backward(dy)  # what it holds from call to call is there then
+                module(x).backward(dy)  # allocates what is held from call to call
                 module.zero_grad()
                 before = torch.cuda.memory_allocated()
                 y = module(x)
-                found[name] = torch.cuda.memory_allocated() - before - y.nbytes
+                held[name] = torch.cuda.memory_allocated() - before - y.nbytes
                 y.backward(dy)
                 del y
                 module.zero_grad()
             shape = {"rows": rows, "in": cols, "out": outs}
-            yield {"part": "memory", **shape, **slower(of_ranks(found)), "x of a rank": x.nbytes}
+            yield {"part": "memory", **shape, **slower(of_ranks(held)), "x of a rank": x.nbytes}
 
     def _forward(self, module: Any, x: Any) -> Any:
         with self.torch.no_grad():
@@ -332,7 +332,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                         file.write(text + "\n")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # no wait for NCCL's threads
+    os._exit(0)  # without waiting for NCCL's threads
 
 
 def main() -> int:
@@ -340,8 +340,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=600, help="until it is given up")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # of the processes that it starts
+    parser.add_argument("--seconds", type=float, default=600, help="give up after this many")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # for the processes that this one starts
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:

@@ -1,8 +1,8 @@
-"""Host time of a call with a known number of rows and with a new one: `python -m bench.new_rows`.
+"""Measure the host time of a call with a known number of rows and with a new one: `python -m bench.new_rows`.
 
-A new one is planned and prepared; its kernel is loaded already, by a call of other rows. A call returns before its
-kernel has run; what is measured is the time until it returns, of an idle GPU, in us: medians over numbers of rows.
-Memory comes out of the frameworks' pools, which are filled before.
+A call with a new number of rows is planned and prepared, but its kernel is loaded already, by a call with other rows. A
+call returns before its kernel has run, and the time until it returns is measured, on an idle GPU, in us: medians over
+numbers of rows. Memory comes out of the frameworks' pools, which are filled before.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from cunorm.torch.norm import calls, nodes, repeats
 COLS = 4096
 MOST = 8192  # rows
 STEP = 128  # between the numbers of rows of a series
-KNOWN = 5  # calls of a known number of rows, of which the last ones count: the first describe what they have in common
+KNOWN = 5  # calls of a known number of rows; only the later half counts, as the first ones describe the call
 POOL = 2 << 30  # bytes
 
 Call = Callable[[], Any]
-Passes = Callable[
-    [int], tuple[Call, Callable[[Any], Any]]
-]  # of rows: the forward pass, and the backward one of its results
+# Makes, for a number of rows, the forward pass and the backward pass of its results.
+Passes = Callable[[int], tuple[Call, Callable[[Any], Any]]]
 
 
 def of_cupy(function: str) -> Passes:
@@ -42,15 +41,18 @@ def of_cupy(function: str) -> Passes:
     if function == "add_rms_norm":
         forward, backward = of_function.forward, of_function.backward
     else:
-        forward, backward = (getattr(cunorm, f"{function}_{one}") for one in ("forward", "backward"))
+        forward, backward = (getattr(cunorm, f"{function}_{direction}") for direction in ("forward", "backward"))
 
     def of_rows(rows: int) -> tuple[Call, Callable[[Any], Any]]:
-        of_x, of_residual, of_dy, of_ds = (one[:rows] for one in (x, residual, dy, ds))
+        of_x, of_residual, of_dy, of_ds = (array[:rows] for array in (x, residual, dy, ds))
         if function == "layer_norm":
-            return lambda: forward(of_x, None, weight, bias), lambda found: backward(of_dy, of_x, *found[1:], weight)
+            return (
+                lambda: forward(of_x, None, weight, bias),
+                lambda results: backward(of_dy, of_x, *results[1:], weight),
+            )
         if function == "rms_norm":
-            return lambda: forward(of_x, None, weight), lambda found: backward(of_dy, of_x, found[1], weight)
-        return lambda: forward(of_x, of_residual, weight), lambda found: backward(found[1], of_dy, of_ds)
+            return lambda: forward(of_x, None, weight), lambda results: backward(of_dy, of_x, results[1], weight)
+        return lambda: forward(of_x, of_residual, weight), lambda results: backward(results[1], of_dy, of_ds)
 
     return of_rows
 
@@ -58,16 +60,16 @@ def of_cupy(function: str) -> Passes:
 def of_torch(function: str) -> Passes:
     x, residual, dy = (torch.zeros(MOST, COLS, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     vectors = torch.zeros(2 if function == "layer_norm" else 1, COLS, device="cuda", dtype=torch.bfloat16).unbind()
-    weights = [one.clone().requires_grad_() for one in vectors]
+    weights = [vector.clone().requires_grad_() for vector in vectors]
     norm = getattr(cunorm.torch, function)
 
     def of_rows(rows: int) -> tuple[Call, Callable[[Any], Any]]:
-        summands = [one[:rows].requires_grad_() for one in ((x, residual) if "add" in function else (x,))]
+        summands = [tensor[:rows].requires_grad_() for tensor in ((x, residual) if "add" in function else (x,))]
         of_dy = dy[:rows]
 
         def forward() -> Any:
-            found = norm(*summands, *(() if "add" in function else ((COLS,),)), *weights)
-            return found if isinstance(found, torch.Tensor) else found[0]
+            results = norm(*summands, *(() if "add" in function else ((COLS,),)), *weights)
+            return results if isinstance(results, torch.Tensor) else results[0]
 
         return forward, lambda y: torch.autograd.grad(y, [*summands, *weights], of_dy)
 
@@ -77,12 +79,12 @@ def of_torch(function: str) -> Passes:
 def timed(call: Callable[..., Any], *given: Any) -> tuple[Any, float]:
     cupy.cuda.runtime.deviceSynchronize()
     start = perf_counter()
-    found = call(*given)
-    return found, (perf_counter() - start) * 1e6
+    results = call(*given)
+    return results, (perf_counter() - start) * 1e6
 
 
 def both(passes: tuple[Call, Callable[[Any], Any]]) -> tuple[float, float]:
-    """The microseconds of the two passes."""
+    """Return the microseconds of the two passes."""
     forward, backward = passes
     results, of_forward = timed(forward)
     _, of_backward = timed(backward, results)
@@ -90,8 +92,9 @@ def both(passes: tuple[Call, Callable[[Any], Any]]) -> tuple[float, float]:
 
 
 def series(of_rows: Passes, first: int) -> tuple[list[float], list[float], int]:
-    """(known us, new us, how many calls loaded a kernel and do not count): of the forward pass, and of the backward
-    one. The numbers of rows are `first`, `first` + STEP, and so on; those that load the kernels are between them.
+    """Return (known us, new us, how many calls loaded a kernel and do not count), where us are those of both passes.
+
+    The numbers of rows are `first`, `first` + STEP, and so on; those that load the kernels are between them.
     """
     for rows in range(STEP // 2, MOST, STEP // 2):
         both(of_rows(rows))
@@ -125,13 +128,13 @@ def nodes_in_cpp(used: bool) -> Iterator[None]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    cupy.cuda.alloc(POOL)  # and freed
+    cupy.cuda.alloc(POOL)  # is freed at once, into the pool
     torch.empty(POOL, dtype=torch.uint8, device="cuda")
     small = [torch.empty(1 << 16, dtype=torch.uint8, device="cuda") for _ in range(256)]
     del small
     print(f"{device.current(0).name}, {COLS} columns of 16 bits, {MOST // STEP} numbers of rows; us")
     print(f"{'':44}{'known':>8}{'new':>8}{'more':>8}")
-    first = 1  # odd, and other numbers in each series: torch's two kinds share their plans
+    first = 1  # each series has odd numbers of its own, because both kinds of torch's passes share their plans
     for function in ("layer_norm", "rms_norm", "add_rms_norm"):
         for framework, used in (("CuPy", False), ("torch, nodes in C++", True), ("torch, by Python", False)):
             with nodes_in_cpp(used):

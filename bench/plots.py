@@ -19,7 +19,7 @@ from bench.results import CLASSES, OURS, ROOF, Measured, Results, class_of, dist
 from bench.suites import DIRECTIONS, DTYPES, LARGE, MEGA, OPS
 
 NAMES = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-# A fixed colour each, so that a peer looks the same in every picture.
+# Colours are fixed, so that a peer looks the same in every picture.
 COLOURS = {
     ROOF: "black",
     OURS: "#d62728",
@@ -50,7 +50,7 @@ SETTINGS = {"svg.hashsalt": "cunorm", "svg.fonttype": "none", "font.size": 9, "p
 
 
 def draw(results: Results) -> dict[str, Figure]:
-    """Every picture there are results for, by file name."""
+    """Return every picture for which there are results, by file name."""
     figures = {}
     with plt.rc_context(SETTINGS):
         for direction in DIRECTIONS:
@@ -81,7 +81,7 @@ def write(figures: dict[str, Figure], folder: Path) -> None:
 
 
 def _speed(results: Results, direction: str, dtype: str) -> Figure | None:
-    """The fraction of the roof over every width: a row of panels for each norm, a panel for each size."""
+    """Draw the fraction of the roof over every width, with a row of panels for each norm and a panel for each size."""
     sizes = {"1 M": MEGA, "8 M": 8 * MEGA, "64 M": LARGE}
     panels = {
         (op, size): [
@@ -114,24 +114,24 @@ def _speed(results: Results, direction: str, dtype: str) -> Figure | None:
 
 
 def _of_size(entry: Measured, elements: int) -> bool:
-    """Rows are whole, so that sizes are about equal."""
+    """Return whether a case has about so many elements; they are not exact because rows are whole."""
     return abs(entry.case.elements / elements - 1) < 0.1
 
 
 def of_roof(entries: Iterable[Measured]) -> dict[str, list[tuple[int, float]]]:
-    """(columns, roof time / time) of everybody, by columns; the median where a width was measured more than once."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """Return (columns, roof time / time) of every provider, a median where a width was measured more than once."""
+    by_provider: dict[str, dict[int, list[float]]] = {}
     for entry in entries:
         roof = entry.seconds(ROOF)
         for name in (OURS, *entry.peers):
             seconds = entry.seconds(name)
             if roof and seconds:
-                found.setdefault(name, {}).setdefault(entry.case.cols, []).append(roof / seconds)
-    return {name: [(cols, median(points[cols])) for cols in sorted(points)] for name, points in found.items()}
+                by_provider.setdefault(name, {}).setdefault(entry.case.cols, []).append(roof / seconds)
+    return {name: [(cols, median(points[cols])) for cols in sorted(points)] for name, points in by_provider.items()}
 
 
 def _peers(results: Results) -> Figure | None:
-    """The time of every peer over ours, a dot for each case: the losses are left of 1."""
+    """Draw the time of every peer over ours, with a dot for each case: the losses are left of 1."""
     rows = [(name, direction) for name in reversed(CLASSES) for direction in reversed(DIRECTIONS)]
     by_row = {
         (name, direction): [
@@ -176,7 +176,7 @@ def _peers(results: Results) -> Figure | None:
 
 
 def whole_grid(cells: Collection[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Rows and columns of which every combination is among the cells: what has the most holes is left out first."""
+    """Return rows and columns whose combinations are all among the cells, leaving out what has most holes first."""
     rows, cols = sorted({row for row, _ in cells}), sorted({col for _, col in cells})
     while rows and cols:
         holes = [(sum((row, col) not in cells for col in cols) / len(cols), 0, row) for row in rows]
@@ -189,14 +189,14 @@ def whole_grid(cells: Collection[tuple[int, int]]) -> tuple[list[int], list[int]
 
 
 def _map(results: Results) -> Figure | None:
-    """Our speed / the best peer's over rows and columns in bfloat16: red where we lose, blue where we win."""
+    """Draw our speed / the best peer's over rows and columns in bfloat16: red where we lose, blue where we win."""
     panels = [(op, direction) for op in OPS for direction in DIRECTIONS]
     cells: dict[tuple[str, str], dict[tuple[int, int], float]] = {panel: {} for panel in panels}
     for entry in distinct(results.measured):
         case, speedup = entry.case, entry.speedup or 0.0
         if case.dtype == "bfloat16" and not case.heads:
             panel, key = cells[case.op, case.direction], (case.rows, case.cols)
-            panel[key] = min(speedup, panel.get(key, speedup))  # of both dtypes of weight the worse
+            panel[key] = min(speedup, panel.get(key, speedup))  # the worse of both dtypes of weight
     rows, cols = whole_grid(set.intersection(*(set(panel) for panel in cells.values())))
     if len(rows) < 2 or len(cols) < 2:
         return None
@@ -220,13 +220,13 @@ def _map(results: Results) -> Figure | None:
 
 
 def _edges(centres: list[int]) -> list[float]:
-    """Of cells around the centres, on an axis of logarithms."""
+    """Return the edges of cells around the centres, on an axis of logarithms."""
     between = [(a * b) ** 0.5 for a, b in itertools.pairwise(centres)]
     return [centres[0] ** 2 / between[0], *between, centres[-1] ** 2 / between[-1]]
 
 
 def _error(results: Results) -> Figure | None:
-    """Largest error of y against |mean| / std."""
+    """Draw the largest error of y over |mean| / std."""
     entries = [entry for entry in results.measured if entry.case.offset is not None]
     if not entries:
         return None

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "speed.md"
 PLOTS = ROOT / "docs" / "plots"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-ELSEWHERE = {"error.svg", "peers-dark.svg", "peers-light.svg"}  # pictures that other pages, or other lines, show
+ELSEWHERE = {"error.svg", "peers-dark.svg", "peers-light.svg"}  # pictures that other pages or lines show
 
 
 def show(paths: Sequence[Path]) -> int:
@@ -35,7 +35,10 @@ def report(
     page: Path = PAGE,
     plots: Path = PLOTS,
 ) -> int:
-    """Print the bars; write the page and pictures, or with `check` say what differs and return 1. 2 is a refusal."""
+    """Print the bars and write the page and pictures, or with `check` say what differs.
+
+    Return 1 if something differs under `check`, 2 if the results are of several commits, and else 0.
+    """
     from bench import plots as drawing
 
     results = load(commit=commit) if results is None else results
@@ -65,7 +68,7 @@ def report(
 
 
 def _one_commit(results: Results) -> int:
-    """2, and loud words, unless everything is of one commit that is known."""
+    """Return 2 and say why, unless all results are of one commit that is known."""
     commits = results.by_commit()
     if len(commits) <= 1 and UNKNOWN not in commits:
         return 0
@@ -81,7 +84,7 @@ def _one_commit(results: Results) -> int:
 
 
 def spliced(text: str, section: str) -> str:
-    """`text` with what lies between the markers replaced."""
+    """Return `text` with what is between the markers replaced."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"bench: docs/speed.md must have one line {BEGIN} and after it one line {END}. Put them back.")
     head, _, rest = text.partition(BEGIN)
@@ -89,7 +92,7 @@ def spliced(text: str, section: str) -> str:
 
 
 def section(results: Results, pictures: Sequence[str] = ()) -> str:
-    """The generated part of docs/speed.md, without the markers."""
+    """Return the generated part of docs/speed.md, without the markers."""
     shown = "\n".join(
         f"![{name.removesuffix('.svg').replace('-', ' ').capitalize()}](plots/{name})"
         for name in pictures
@@ -100,7 +103,7 @@ def section(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def bars_text(rows: list[Bar]) -> str:
-    """Each bar, whether it holds, and the time over what is allowed of its worst five cases."""
+    """Return each bar as text: whether it holds, and the time over what is allowed of its worst five cases."""
     lines = []
     for bar in rows:
         verdict = {True: "holds", False: "FAILS", None: "not measured"}[bar.holds]
@@ -110,7 +113,7 @@ def bars_text(rows: list[Bar]) -> str:
 
 
 def bars_table(rows: list[Bar]) -> str:
-    """Markdown: each bar, whether it holds, and its worst case."""
+    """Return each bar as a row of Markdown: whether it holds, and its worst case."""
     lines = ["| bar | holds | cases that hold | worst: time over what is allowed |", "|---|---|---|---|"]
     for bar in rows:
         verdict = "yes" if bar.holds else "**no**"
@@ -140,7 +143,7 @@ def about(results: Results) -> str:
         for name, version in environment["providers"].items():
             if name in timed:
                 versions.setdefault(name, set()).add(version)
-    measured = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
+    measured = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in versions.items())
     text = f"One {'; '.join(machines)}; commit {', '.join(results.by_commit())}. Measured: {measured}."
     missing = sorted({name for e in named.values() for name in e["missing"]} - timed)
     text += f" Not importable there, so not measured: {', '.join(missing)}." if missing else ""
@@ -155,7 +158,7 @@ def about(results: Results) -> str:
 
 
 def _speeds(results: Results) -> str:
-    """GB/s of 64 M elements in bfloat16."""
+    """Return the table of GB/s of 64 M elements in bfloat16."""
     columns = [(op, direction) for op in OPS for direction in DIRECTIONS]
     titles = ("columns", "LayerNorm forward", "backward", "RMSNorm forward", "backward")
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * 5]
@@ -185,7 +188,7 @@ def _cell(entry: Measured | None) -> str:
 
 
 def losses(results: Results) -> str:
-    """Distinct cases with peers, by class, and every one that is behind, by name."""
+    """Return how many distinct cases with peers are behind, by class, and each of those by name."""
     compared = distinct(results.measured)
     if not compared:
         return ""

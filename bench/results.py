@@ -1,4 +1,4 @@
-"""Committed results: writing and reading them, and the questions that tables, plots and bars ask of them."""
+"""Write and read results, and answer what tables, plots and bars ask of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bench.suites import Case
 OURS, ROOF = "cunorm", "roof"
 FOLDER = Path(__file__).parent / "results"
 UNKNOWN = "unknown"
-BEHIND_FRACTION, BEHIND_SECONDS = 0.02, 0.1e-6  # more than the larger of both counts as behind a peer
+BEHIND_FRACTION, BEHIND_SECONDS = 0.02, 0.1e-6  # a case is behind a peer by more than the larger of both
 
 
 def head(case: Case) -> dict[str, Any]:
-    """The fields of a line that name its case."""
+    """Return the fields of a line that name its case."""
     fields = {"op": case.op, "direction": case.direction, "dtype": case.dtype, "rows": case.rows, "cols": case.cols}
     more = {"offset": case.offset, "weight": case.weight or None, "heads": case.heads or None}
     return fields | {name: value for name, value in more.items() if value is not None}
@@ -31,7 +31,7 @@ def case_of(line: dict[str, Any]) -> Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """A case with the lines of everybody measured in the same run."""
+    """A case with the lines of all providers that were measured in the same run."""
 
     case: Case
     lines: dict[str, dict[str, Any]]
@@ -54,7 +54,7 @@ class Measured:
 
     @property
     def peers(self) -> list[str]:
-        """Who was measured beside us, fastest first."""
+        """The providers that were measured beside us, fastest first."""
         names = [name for name in self.lines if name not in (OURS, ROOF) and self.seconds(name) is not None]
         return sorted(names, key=lambda name: self.seconds(name) or 0)
 
@@ -81,22 +81,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class Results:
-    environments: dict[str, dict[str, Any]]  # by file
+    environments: dict[str, dict[str, Any]]  # the first line of each file
     measured: list[Measured]
 
     def select(self, *, suite: str | None = None, **wanted: Any) -> Iterator[Measured]:
-        """Those of a suite and with these values of the case's fields."""
+        """Return the entries of a suite whose cases have these values of their fields."""
         for entry in self.measured:
             if suite in (None, entry.suite) and all(getattr(entry.case, k) == v for k, v in wanted.items()):
                 yield entry
 
     def by_commit(self) -> dict[str, list[str]]:
-        """The files of each commit, but for those of the suite `error`, which has a picture of its own."""
-        found: dict[str, list[str]] = {}
+        """Return the files of each commit, without those of the suite `error`, which has a picture of its own."""
+        files: dict[str, list[str]] = {}
         for name, environment in self.environments.items():
             if suite_of(name) != "error":
-                found.setdefault(environment.get("commit", UNKNOWN), []).append(name)
-        return found
+                files.setdefault(environment.get("commit", UNKNOWN), []).append(name)
+        return files
 
 
 def suite_of(file: str) -> str:
@@ -104,7 +104,7 @@ def suite_of(file: str) -> str:
 
 
 def load(paths: Iterable[Path] | None = None, commit: str | None = None) -> Results:
-    """The results of the files; of all in bench/results without an argument. `commit`: of that one alone."""
+    """Return the results of the files, or of all in bench/results, and with `commit` only those of that commit."""
     environments, measured = {}, []
     for path in sorted(FOLDER.glob("*.jsonl")) if paths is None else paths:
         first, *lines = read(path)
@@ -116,7 +116,7 @@ def load(paths: Iterable[Path] | None = None, commit: str | None = None) -> Resu
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; the last one may have been cut short by the end of a run's time."""
+    """Return the lines of a file up to one that was cut short by the end of a run's time."""
     lines = []
     for line in path.read_text().splitlines():
         try:
@@ -127,31 +127,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def group(lines: Iterable[dict[str, Any]], suite: str) -> list[Measured]:
-    """Lines of one run, by case."""
+    """Return the lines of one run by case."""
     cases: dict[Case, dict[str, dict[str, Any]]] = {}
     for line in lines:
-        if "provider" in line:  # else it says how the run ended
+        if "provider" in line:  # other lines say how the run ended
             cases.setdefault(case_of(line), {})[line["provider"]] = line
     return [Measured(case, by_provider, suite) for case, by_provider in cases.items()]
 
 
 def distinct(measured: Iterable[Measured]) -> list[Measured]:
-    """Each case once: of several measurements beside peers the one that is worst for us, so that no suite hides it."""
-    found: dict[Case, Measured] = {}
+    """Return each case with peers once, by the measurement that is worst for us, so that no suite hides it."""
+    worst: dict[Case, Measured] = {}
     for entry in measured:
         if entry.speedup is None:
             continue
-        before = found.get(entry.case)
+        before = worst.get(entry.case)
         if before is None or entry.speedup < (before.speedup or 0):
-            found[entry.case] = entry
-    return list(found.values())
+            worst[entry.case] = entry
+    return list(worst.values())
 
 
 CLASSES = ("few rows", "widths", "long rows", "odd widths", "heads")
 
 
 def class_of(case: Case) -> str:
-    """What a case is hard for; by its shape, whatever suite it was measured in."""
+    """Return the class of a case, which follows from its shape, whatever suite it was measured in."""
     if case.heads:
         return "heads"
     if case.cols % 2:
@@ -163,10 +163,10 @@ def class_of(case: Case) -> str:
 
 @contextmanager
 def lines_to(path: Path | None) -> Iterator[Callable[..., None]]:
-    """`write(kind, **figures)`, which prints a line of JSON and adds it at once to the file, if there is one.
+    """Give `write(kind, **figures)`, which prints a line of JSON and adds it at once to the file, if there is one.
 
-    Where all lines are of one kind it has no name. The first line begins the file anew: a run that fails before it, as
-    without a GPU, leaves what was measured before.
+    The kind may be left out where all lines are of one kind. The first line begins the file anew, so that a run that
+    fails before it, as without a GPU, leaves what was measured before.
     """
     with ExitStack() as stack:
         files: list[IO[str]] = []

@@ -2,7 +2,7 @@
 
 Which of them is fastest depends on the bytes and on reads : writes, so there are many: threads that copy 16 bytes at a
 time, in every shape, and a ring of bulk copies that no thread touches. `bench/roofs.py` finds the fastest of a size.
-A bound that one kernel misses by 5% is none.
+One kernel would not do: a bound must not be beaten by another kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 PACK = 16  # bytes of an access
 WORKERS = 16
 
-# out = a, or a ^ b where there are two: b must not be dead code.
+# out = a, or a ^ b where there are two, so that reading b is not dead code.
 THREADS_TEXT = """
 #define HINT @HINT@
 __device__ __forceinline__ uint4 load(const uint4* p) {
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(@THREADS@)
 }
 """
 
-# One thread asks for tiles of a (and b) and hands a's on, by bulk copies alone: out = a. A tile's place is asked for
-# again once the tile before it has been read out of shared memory, so that the thread waits for no store it just began.
+# One thread loads tiles of a (and b) and stores those of a, only by bulk copies: out = a. A stage is loaded again once
+# the tile before it has been read out of shared memory, so that the thread waits for no store that it just began.
 RING_TEXT = """
 extern __shared__ __align__(128) unsigned char places[];
 __device__ __forceinline__ unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -118,29 +118,29 @@ class Variant:
     """A kernel and how many of its CTAs an SM holds; `ctas` bounds the bytes under way."""
 
     reads: int
-    threads: int  # 32: a ring
+    threads: int  # 32 for a ring
     ctas: int
     accesses: int = 0  # 16-byte accesses of a thread to each array
     persistent: bool = True
-    no_allocate: bool = False  # past L1
+    no_allocate: bool = False  # whether accesses go past L1
     stages: int = 0  # of a ring
     tile: int = 0  # bytes of a ring's tile
 
     @property
     def cta_bytes(self) -> int:
-        """Bytes that a CTA has asked for."""
+        """Bytes that a CTA has under way."""
         return self.reads * (self.stages * self.tile or self.threads * self.accesses * PACK)
 
     @property
     def under_way(self) -> int:
-        """Bytes that an SM has asked for."""
+        """Bytes that an SM has under way."""
         return self.ctas * self.cta_bytes
 
     @property
     def dynamic_shared(self) -> int:
-        """A ring's places; else what keeps an SM from holding more CTAs, each of which takes 1 KB besides its own.
+        """Bytes of a ring's stages, or else as many as keep an SM from holding more CTAs than `ctas`.
 
-        A persistent kernel needs none: its grid is no larger.
+        Each CTA takes 1 KB besides its own. A persistent kernel needs none, because its grid has no more CTAs.
         """
         if self.stages:
             return self.cta_bytes
@@ -165,47 +165,50 @@ class Variant:
         return text
 
     def grid(self, n: int, sms: int) -> int:
-        """CTAs for arrays of n vectors."""
+        """Return the number of CTAs for arrays of n vectors."""
         size = self.tile // PACK or self.threads * self.accesses
         tiles = -(-n // size)
         return max(1, min(tiles, sms * self.ctas) if self.persistent else tiles)
 
     def describe(self) -> dict[str, Any]:
-        """For a line of results: what is not the default, and the bytes under way."""
+        """Return, for a line of results, the fields that are not 0, and the bytes under way."""
         given = {name: value for name, value in asdict(self).items() if value}
         return given | {"kb_under_way_an_sm": self.under_way / 1024}
 
 
 def variants(reads: int, arch: int = 90) -> list[Variant]:
-    """Every kernel that is tried, each once."""
-    found: dict[Variant, None] = {}
+    """Return every kernel that is tried, each once."""
+    kept: dict[Variant, None] = {}
     for threads, accesses, kilobytes in itertools.product((128, 256, 512), (1, 2, 4), (16, 32, 48, 64, 128)):
         ctas = (kilobytes << 10) // (reads * threads * accesses * PACK)
         if ctas:
             for persistent, no_allocate in itertools.product((False, True), repeat=2):
                 ctas = min(ctas, 2048 // threads)
-                found[Variant(reads, threads, ctas, accesses, persistent, no_allocate)] = None
+                kept[Variant(reads, threads, ctas, accesses, persistent, no_allocate)] = None
     if arch >= 90:  # bulk copies
         for stages, kilobytes, ctas in itertools.product((2, 3, 4), (8, 16), (1, 2, 4)):
             ring = Variant(reads, 32, ctas, stages=stages, tile=kilobytes << 10)
             if 16 << 10 <= ring.under_way <= 128 << 10:
-                found[ring] = None
-    return list(found)
+                kept[ring] = None
+    return list(kept)
 
 
-def distinct(found: Iterable[Variant], n: int, sms: int) -> list[Variant]:
-    """Those that differ for arrays of n vectors: of a few CTAs an SM holds all, and none takes a second tile."""
+def distinct(tried: Iterable[Variant], n: int, sms: int) -> list[Variant]:
+    """Return the variants that differ for arrays of n vectors.
+
+    If all CTAs run at once, neither their number on an SM nor persistence makes a difference.
+    """
     kept: dict[tuple, Variant] = {}
-    for one in found:
-        tiles = replace(one, persistent=False).grid(n, sms)
-        resident, loops = min(one.ctas, -(-tiles // sms)), tiles > sms * one.ctas
-        shape = (one.threads, one.accesses, one.no_allocate, one.stages, one.tile)
-        kept.setdefault((shape, resident, loops and one.persistent), one)
+    for variant in tried:
+        tiles = replace(variant, persistent=False).grid(n, sms)
+        resident, loops = min(variant.ctas, -(-tiles // sms)), tiles > sms * variant.ctas
+        shape = (variant.threads, variant.accesses, variant.no_allocate, variant.stages, variant.tile)
+        kept.setdefault((shape, resident, loops and variant.persistent), variant)
     return list(kept.values())
 
 
 def compiled(texts: Iterable[str], arch: int) -> dict[str, bytes]:
-    """The machine code of each text, compiled side by side; it needs no GPU, and NVRTC releases the GIL."""
+    """Return the machine code of each text, compiled side by side, which needs no GPU; NVRTC releases the GIL."""
     texts = list(dict.fromkeys(texts))
     with ThreadPoolExecutor(WORKERS) as pool:
         return dict(zip(texts, pool.map(lambda text: _machine_code(text, arch), texts), strict=True))
@@ -225,7 +228,7 @@ def _machine_code(text: str, arch: int) -> bytes:
 
 
 class Kernels:
-    """The variants on this GPU, compiled together when the first is asked for."""
+    """The variants on this GPU, all of them compiled."""
 
     def __init__(self) -> None:
         import cupy
@@ -233,12 +236,12 @@ class Kernels:
         device = cupy.cuda.Device()
         self.arch, self.sms = int(device.compute_capability), device.attributes["MultiProcessorCount"]
         self.variants = {reads: variants(reads, self.arch) for reads in (1, 2)}
-        everything = [one for found in self.variants.values() for one in found]
-        self._code = compiled((one.text for one in everything), self.arch)
+        everything = [variant for of_reads in self.variants.values() for variant in of_reads]
+        self._code = compiled((variant.text for variant in everything), self.arch)
         self._loaded: dict[Variant, Any] = {}
 
     def call(self, variant: Variant, a: Any, b: Any, out: Any) -> Callable[[], None]:
-        """A call that reads a (and b) and writes out, CuPy arrays of equal size; a tail of under 16 bytes is left."""
+        """Return a call that reads a (and b) and writes out, CuPy arrays of equal size, but no tail below 16 bytes."""
         function, n = self._function(variant), out.nbytes // PACK
         grid, shared = (variant.grid(n, self.sms),), variant.dynamic_shared
         arguments = (a.data.ptr, (a if b is None else b).data.ptr, out.data.ptr, n)
@@ -249,11 +252,11 @@ class Kernels:
             import cupy
 
             module = cupy.cuda.Module()
-            module.load(self._code[variant.text])  # for each variant: its shared memory is an attribute of the kernel
+            module.load(self._code[variant.text])  # once for each variant, as shared memory is an attribute of a kernel
             function = module.get_function("stream")
             driver = cupy.cuda.driver
             shared = variant.dynamic_shared
-            if shared:  # 48 KB and the ring's barriers are more than 48 KB too
+            if shared:  # even 48 KB may be too much by default, beside the ring's barriers
                 driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
                 driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._loaded[variant] = function

@@ -1,7 +1,7 @@
-"""Which streaming kernel is fastest, by bytes and reads : writes: found once, kept beside the results, used again.
+"""Find the fastest streaming kernel by bytes and reads : writes, once, and keep it beside the results.
 
-A search is in two stages: every variant for a few launches, then the best in turns. A case then times the winners of
-its size and of the sizes beside it over its own buffers, and its roof is the fastest of them there.
+A search has two stages: every variant runs for a few launches, then the best run in turns. A case then times the
+winners of its size and of the sizes beside it over its own buffers, and its roof is the fastest of them there.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from bench import timing
 from bench.roof import Kernels, Variant, distinct
 
 Key = tuple[int, int]  # reads for one write, log2 of the bytes of an array
-FINALISTS = 6  # of the first stage
-KEPT = 2  # of the second
-COARSE_BYTES = 4e8  # that a measurement of the first stage moves at least
-COARSE = 3  # measurements of each there
+FINALISTS = 6  # variants that the first stage keeps
+KEPT = 2  # variants that the second stage keeps
+COARSE_BYTES = 4e8  # a measurement of the first stage moves at least these
+COARSE = 3  # measurements of each variant in the first stage
 
 
 def key_of(reads: int, array_bytes: int) -> Key:
-    """Below 1 MB an array's time is latency, and four sizes in a row are one."""
+    """Return the key of arrays of a size; below 1 MB their time is latency, so four sizes in a row share a key."""
     power = round(math.log2(max(1, array_bytes)))
     return reads, power if power >= 20 else power // 4 * 4
 
 
 def candidates(known: dict[Key, list[Variant]], key: Key) -> list[Variant]:
-    """The winners of a size, and the first of each neighbour that is known."""
+    """Return the winners of a size, and the first of each neighbour that is known."""
     reads, power = key
     beside = [known[near][0] for step in (-1, 1) if known.get(near := (reads, power + step))]
     return list(dict.fromkeys([*known.get(key, ()), *beside]))
@@ -56,11 +56,11 @@ class Roofs:
         self.known: dict[Key, list[Variant]] = {}
         self.microseconds: dict[Key, list[float]] = {}
         if path is not None and path.exists():
-            with suppress(ValueError, KeyError, TypeError):  # a file cut short: search again
+            with suppress(ValueError, KeyError, TypeError):  # if the file was cut short, search again
                 self._read(path)
 
     def calls(self, sets: Sequence[tuple[Any, Any, Any]]) -> list[tuple[Variant, list[Callable[[], None]]]]:
-        """The candidates for sets of (a, b or None, out), and their calls over them."""
+        """Return the candidates for sets of (a, b or None, out), and their calls over them."""
         reads, size = 1 if sets[0][1] is None else 2, sets[0][2].nbytes
         key = key_of(reads, size)
         if key not in self.known:
@@ -77,23 +77,23 @@ class Roofs:
         rounds = max(1, round(COARSE_BYTES / (moved * len(sets))))
         coarse = []
         for variant in tried:
-            # A GPU that has less shared memory refuses some.
+            # A GPU that has less shared memory refuses some variants.
             with suppress(Exception):
                 measure = timing.cupy_timer(self._over(variant, sets), min(rounds, 4))
                 coarse.append((variant, min(measure() for _ in range(COARSE))))
-        finalists = [one for one in fastest(coarse, FINALISTS) if self._copies(one, sets[0])]
-        timers = [timing.timer("cupy", self._over(one, sets), moved) for one in finalists]
+        finalists = [variant for variant in fastest(coarse, FINALISTS) if self._copies(variant, sets[0])]
+        timers = [timing.timer("cupy", self._over(variant, sets), moved) for variant in finalists]
         times = [
-            (one, found.median)
-            for one, found in zip(finalists, timing.in_turns(timers), strict=True)
-            if not isinstance(found, Exception)
+            (variant, taken.median)
+            for variant, taken in zip(finalists, timing.in_turns(timers), strict=True)
+            if not isinstance(taken, Exception)
         ]
         self.known[key] = fastest(times, KEPT)
         self.microseconds[key] = [round(seconds * 1e6, 3) for seconds in sorted(seconds for _, seconds in times)[:KEPT]]
         self._write()
 
     def _copies(self, variant: Variant, arrays: tuple[Any, Any, Any]) -> bool:
-        """Whether every whole 16 bytes arrive."""
+        """Return whether every whole 16 bytes arrive."""
         return wrong(self.kernels, variant, *arrays) == 0
 
     def _read(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class Roofs:
             return
         for entry in content["winners"]:
             key = (entry["reads"], entry["log2_bytes"])
-            self.known[key] = [Variant(**one) for one in entry["variants"]]
+            self.known[key] = [Variant(**fields) for fields in entry["variants"]]
             self.microseconds[key] = entry["microseconds"]
 
     def _write(self) -> None:
@@ -113,16 +113,16 @@ class Roofs:
                 "reads": key[0],
                 "log2_bytes": key[1],
                 "microseconds": self.microseconds[key],
-                "variants": [asdict(one) for one in found],
+                "variants": [asdict(variant) for variant in kept],
             }
-            for key, found in sorted(self.known.items())
+            for key, kept in sorted(self.known.items())
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.about | {"winners": winners}, indent=1) + "\n")
 
 
 def wrong(kernels: Kernels, variant: Variant, a: Any, b: Any, out: Any) -> int:
-    """How many 8-byte words of `out` a variant leaves wrong; what fills no 16 bytes is left out."""
+    """Return how many 8-byte words of `out` a variant leaves wrong, without a tail below 16 bytes."""
     import cupy
 
     def words(array: Any) -> Any:

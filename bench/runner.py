@@ -1,5 +1,6 @@
-"""Measures cases: each provider's result is checked, then all are timed in turns. What goes wrong is in its line and
-stops nothing.
+"""Measure cases: each provider's result is checked, then all are timed in turns.
+
+What goes wrong stands in the provider's line and stops nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from bench.results import ROOF, head
 from bench.suites import Case
 
 Line = dict[str, Any]
-HOST_ELEMENTS = 1 << 16  # up to which host times are taken: a call's does not depend on the shape
+HOST_ELEMENTS = 1 << 16  # up to which host times are taken, as they do not depend on the shape
 
 
 class DeviceLostError(RuntimeError):
-    """After a provider's fault no kernel runs any more in this process."""
+    """Raised when no kernel runs any more in this process after a provider's fault."""
 
     def __init__(self, provider: str, reason: str):
         super().__init__(f"{provider} left the GPU unusable: {reason}")
@@ -34,36 +35,36 @@ class DeviceLostError(RuntimeError):
 
 @dataclass
 class Contender:
-    """Somebody in a case: what is known of it, and what measures it once more."""
+    """A provider or a roof in a case: its line so far, and what measures it once more."""
 
     name: str
     line: Line
     timer: timing.Timer | None = None
-    variant: Any = None  # of the roof
+    variant: Any = None  # a roof has one
 
 
 @dataclass
 class Runner:
-    """One run. `deadline` is by time.perf_counter."""
+    """One run of the bench; `deadline` is a time of time.perf_counter."""
 
-    found: list[tuple[Provider, str]]
+    providers: list[tuple[Provider, str]]  # each with its version
     out: TextIO | None
     console: Console
     roofs: Any = None  # bench.roofs.Roofs; None: no roof
     deadline: float = float("inf")
-    peer_seconds: float = float("inf")  # that preparing one provider may take in the whole run, ours aside
+    peer_seconds: float = float("inf")  # a peer may take this long to be prepared in the whole run
     lines: list[Line] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=dict)
 
     def note(self, line: Line) -> None:
-        """A line of the file, as soon as it is known."""
+        """Keep a line, and write it to the file at once."""
         self.lines.append(line)
         if self.out is not None:
             self.out.write(json.dumps(line) + "\n")
             self.out.flush()
 
     def run(self, cases: list[Case]) -> None:
-        gc.freeze()  # what the libraries made on import: collecting it after every case costs a third of the run
+        gc.freeze()  # or what the libraries made on import would be traversed after every case
         begun = time.perf_counter()
         for done, case in enumerate(cases):
             if time.perf_counter() > self.deadline:
@@ -86,7 +87,7 @@ class Runner:
             )
 
     def _measure(self, case: Case) -> Iterator[Line]:
-        """A line for the roof and one for each provider."""
+        """Return a line for the roof and one for each provider."""
         import cupy
 
         from bench.workload import Workload
@@ -97,28 +98,27 @@ class Runner:
             yield head(case) | {"provider": ROOF, "status": "error", "reason": str(error)}
             _free()
             return
-        contenders = [self._prepared(case, provider, workload) for provider, _ in self.found]
-        timed = [one for one in contenders if one.timer is not None]
+        contenders = [self._prepared(case, provider, workload) for provider, _ in self.providers]
+        timed = [contender for contender in contenders if contender.timer is not None]
         roofs = self._roofs(case, workload) if timed else []
         running = [*timed[:1], *roofs, *timed[1:]]
-        taken = timing.in_turns([one.timer for one in running if one.timer is not None])
-        for one, times in zip(running, taken, strict=True):
+        taken = timing.in_turns([contender.timer for contender in running if contender.timer is not None])
+        for contender, times in zip(running, taken, strict=True):
             if isinstance(times, Exception):
-                one.line = {"status": "error", "reason": _reason(times)}
-                _check_device(one.name, times)
+                contender.line = {"status": "error", "reason": _reason(times)}
+                _check_device(contender.name, times)
             else:
-                one.line |= _figures(case, times)
-        best = min(
-            (one for one in roofs if "microseconds" in one.line), key=lambda o: o.line["microseconds"], default=None
-        )
+                contender.line |= _figures(case, times)
+        measured = (roof for roof in roofs if "microseconds" in roof.line)
+        best = min(measured, key=lambda roof: roof.line["microseconds"], default=None)
         if best is not None:
             yield head(case) | {"provider": ROOF} | best.line | {"kernel": best.variant.describe()}
-        for one in contenders:
-            yield head(case) | {"provider": one.name} | one.line
-        for provider, _ in self.found:
+        for contender in contenders:
+            yield head(case) | {"provider": contender.name} | contender.line
+        for provider, _ in self.providers:
             with contextlib.suppress(Exception):
                 provider.reset()
-        del contenders, timed, roofs, running, best, one, workload
+        del contenders, timed, roofs, running, measured, best, contender, workload
         _free()
 
     def _roofs(self, case: Case, workload: Any) -> list[Contender]:
@@ -137,16 +137,16 @@ class Runner:
             return []
         if case.elements <= HOST_ELEMENTS and contenders:
             host = timing.host_time("cupy", calls[0][1])
-            for one in contenders:
-                one.line["host_microseconds"] = round(host * 1e6, 2)
+            for contender in contenders:
+                contender.line["host_microseconds"] = round(host * 1e6, 2)
         return contenders
 
     def _prepared(self, case: Case, provider: Provider, workload: Any) -> Contender:
-        """Checked, and ready to be timed if it is right."""
+        """Return the provider's contender, checked, and ready to be timed if its result is right."""
         reason = provider.unsupported(case)
         if reason:
             return Contender(provider.name, {"status": "unsupported", "reason": reason})
-        first = provider is self.found[0][0]
+        first = provider is self.providers[0][0]
         if not first and self.spent.get(provider.name, 0.0) > self.peer_seconds:
             reason = f"its {self.peer_seconds:g} seconds of preparing are spent"
             return Contender(provider.name, {"status": "unsupported", "reason": reason})
@@ -211,7 +211,7 @@ def _reason(error: Exception) -> str:
 
 
 def _stream(library: str) -> contextlib.AbstractContextManager[Any]:
-    """torch captures no work of its default stream, and autograd runs backward on the stream of forward."""
+    """Return the stream to prepare on: torch cannot capture its default stream, on which autograd would run then."""
     if library != "torch":
         return contextlib.nullcontext()
     import torch
@@ -220,7 +220,7 @@ def _stream(library: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _free() -> None:
-    """Only between cases: a graph writes to memory that its calls gave back to the pool."""
+    """Free all memory, which may be done only between cases: graphs write to memory that is back in the pool."""
     import cupy
 
     gc.collect()

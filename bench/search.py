@@ -1,9 +1,9 @@
-"""What other launches would take than a plan's own: `python -m bench.search --suite widths --sample 4 --out FILE`.
+"""Search for faster launches than a plan's own: `python -m bench.search --suite widths --sample 4 --out FILE`.
 
 For each case the candidates of cunorm/plan/candidates.py are searched as `python -m cunorm tune` does it
-(cunorm/commands/search.py). A line a case: today's time, and those of the fastest with what makes them different.
-`--write TABLE` also merges what is ahead of today's into a table of launches, one of cunorm/plan/tables/ say: there
-cases that it has measured are left out, so that a search goes on where it was stopped.
+(cunorm/commands/search.py). Each case has a line with today's time and those of the fastest, with their differences.
+`--write TABLE` also merges launches that are ahead of today's into a table, such as one of cunorm/plan/tables/. Cases
+that the table has are left out, so that a search goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ from cunorm.plan.tables import Launch
 
 
 def difference(spec: NormSpec, own: NormSpec) -> dict[str, Any]:
-    """What is different about a launch, and the threads and vectors of its rows."""
+    """Return what is different about a launch, and the threads and vectors of its rows."""
     of_own = asdict(Launch.of(own))
     choices = {name: value for name, value in asdict(Launch.of(spec)).items() if value != of_own[name]}
     return {"threads": spec.shape.threads, "vectors": spec.shape.vectors} | choices
 
 
 def task(case: Case, gpu: Device) -> Task | None:
-    """What there is to search for; None where the rows have one launch."""
+    """Return what there is to search for, or None where the rows have one launch."""
     return task_of(whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype), gpu)
 
 
 def search_case(case: Case, most: int, write: Path | None = None) -> dict[str, Any]:
     gpu = device.current(0)
-    found_task = task(case, gpu)
-    if found_task is None:
+    searched = task(case, gpu)
+    if searched is None:
         return {"case": str(case), "left_out": "its rows have one launch"}
-    problem, spec = found_task.problem, found_task.spec
-    found = search(problem, plan(problem, gpu), candidates(problem, spec, gpu, most), gpu)
+    problem, spec = searched.problem, searched.spec
+    result = search(problem, plan(problem, gpu), candidates(problem, spec, gpu, most), gpu)
     if write is not None:
-        keep(write, gpu, found_task, found)
+        keep(write, gpu, searched, result)
     return {
         "case": str(case),
-        "today_us": round(found.today.median * 1e6, 3),
+        "today_us": round(result.today.median * 1e6, 3),
         "today": str(spec),
-        "tried": found.tried,
-        "spilled": found.spilled,
-        "wrong": [difference(wrong, spec) | {"mistake": why} for wrong, why in found.faults],
-        "fastest": [{"us": round(taken * 1e6, 3)} | difference(one, spec) for taken, one in found.fastest],
-        "better": difference(found.better, spec) if found.better else None,
+        "tried": result.tried,
+        "spilled": result.spilled,
+        "wrong": [difference(wrong, spec) | {"mistake": why} for wrong, why in result.faults],
+        "fastest": [{"us": round(taken * 1e6, 3)} | difference(other, spec) for taken, other in result.fastest],
+        "better": difference(result.better, spec) if result.better else None,
     }
 
 
 def is_measured(case: Case, path: Path) -> bool:
-    """Say whether a table has the case."""
-    found_task, table = task(case, device.current(0)), tables.read(path) if path.exists() else None
-    if found_task is None or table is None:
+    """Return whether a table has the case."""
+    searched, table = task(case, device.current(0)), tables.read(path) if path.exists() else None
+    if searched is None or table is None:
         return False
-    return table.has_point(found_task.layout, found_task.spec, found_task.rows_of_sm)
+    return table.has_point(searched.layout, searched.spec, searched.rows_of_sm)
 
 
 def cases(name: str) -> list[Case]:
-    """Those of a suite that are matrices and are timed."""
+    """Return the cases of a suite that are matrices and are timed."""
     return [case for case in suite(name) if not case.heads and case.offset is None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", choices=[name for name in SUITES if cases(name)], required=True)
-    parser.add_argument("--sample", type=int, help="so many shapes of it, drawn by --seed")
+    parser.add_argument("--sample", type=int, help="how many shapes of it, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=300, help="launches for a case, the likest to today's first")
+    parser.add_argument("--most", type=int, default=300, help="launches for a case, those most like today's first")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=Path, metavar="TABLE", help="a table of launches of this GPU, there or new")

@@ -1,6 +1,6 @@
-"""Measurements that get ready side by side and are then taken one after the other, each in a process of its own.
+"""Take measurements that get ready side by side, and are then taken one after the other, each in its own process.
 
-A compiler works many times as long as what is timed, and nothing may run beside what is timed.
+Compiling takes many times as long as what is timed, but nothing may run beside what is timed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Job = tuple[Any, ...]
 def in_turns(
     prepare: Callable[..., Callable[[], Figures]], jobs: Iterable[Job], seconds: float
 ) -> Iterator[tuple[Job, Figures]]:
-    """(job, what `prepare(*job)()` returns) of every job, in their order.
+    """Return (job, what `prepare(*job)()` returns) of every job, in their order.
 
     `prepare` runs in all processes at once. When the last is ready, or after `seconds`, what it returned is called in
-    one process after another. {"error": ...} of a job that fails, or is not ready by then.
+    one process after another. A job that fails, or is not ready by then, has {"error": ...}.
     """
     context = get_context("spawn")
     began = time.monotonic()
@@ -43,7 +43,7 @@ def in_turns(
 
 
 def _taken(end: Connection) -> Figures:
-    """What a process that has something to say measures."""
+    """Let a process that is ready, or has failed, take its measurement, and return that or its error."""
     try:
         error = end.recv()
         if error is not None:

@@ -1,4 +1,4 @@
-"""What is measured: cases, ranges of columns, and the committed sets of cases."""
+"""The cases that are measured, ranges of columns, and the committed sets of cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 64 * MEGA  # elements from which a problem counts as large
 class Case:
     """One operation on one shape.
 
-    `offset` is |mean| / std of each row; None is the usual one, 0.25. A case with an offset is checked, not timed.
+    `offset` is |mean| / std of each row, or None for the usual 0.25. A case with an offset is checked, not timed.
     """
 
     op: str
@@ -30,8 +30,8 @@ class Case:
     cols: int
     dtype: str
     offset: float | None = None
-    weight: str = ""  # the dtype of weight and bias; that of x if empty
-    heads: int = 0  # x is the first heads of a packed QKV, an array (rows / heads, 3 * heads, cols); 0: a matrix
+    weight: str = ""  # the dtype of weight and bias, or that of x if empty
+    heads: int = 0  # x is the first heads of a packed QKV (rows / heads, 3 * heads, cols), or a matrix if 0
 
     @property
     def weight_dtype(self) -> str:
@@ -43,12 +43,12 @@ class Case:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The shape of x but for the columns."""
+        """The shape of x without the columns."""
         return (self.rows // self.heads, self.heads) if self.heads else (self.rows,)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What sampling draws: both norms and directions of a shape come together."""
+        """The key that sampling draws, so that both norms and directions of a shape come together."""
         return self.rows, self.cols, self.heads
 
     @property
@@ -67,7 +67,7 @@ class Case:
 
 
 def parse_sizes(texts: Iterable[str]) -> list[int]:
-    """Sizes of a list whose entries are numbers or `a:b`, a doubled until it is beyond b: 32:128 is 32, 64, 128."""
+    """Return the sizes of a list of numbers and of `a:b`, which doubles a up to b: 32:128 is 32, 64, 128."""
     sizes = []
     for text in texts:
         try:
@@ -93,7 +93,7 @@ def grid(
     rows: Iterable[int] = (),
     elements: int = LARGE,
 ) -> list[Case]:
-    """Every combination; without rows as many as make a problem of so many elements."""
+    """Return every combination; without rows there are as many as make a problem of so many elements."""
     rows = list(rows)
     return [
         Case(op, direction, row, col, dtype)
@@ -103,7 +103,7 @@ def grid(
 
 
 def _bf16(cols: Iterable[int], rows: Iterable[int] = (), elements: int = LARGE) -> list[Case]:
-    """Both norms and directions in bfloat16, a third of the cases with a float32 weight."""
+    """Return both norms and directions in bfloat16, with a float32 weight in a third of the cases."""
     cases = grid(OPS, DIRECTIONS, ["bfloat16"], cols, rows, elements)
     # A stride of 3 through the list would meet the same widths wherever their number is a multiple of 3.
     places = {shape: i for i, shape in enumerate(dict.fromkeys(case.shape for case in cases))}
@@ -114,7 +114,7 @@ def _bf16(cols: Iterable[int], rows: Iterable[int] = (), elements: int = LARGE) 
     return [replace(case, weight="float32") if turn(case) % 3 == 0 else case for case in cases]
 
 
-# The shapes whose peers were measured before this bench was there.
+# Rows by columns, shapes that are kept so that results can be compared with earlier ones.
 ANCHORS = {
     49152: (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     16384: (256, 1024, 4096, 8192, 16384, 32768, 65536),
@@ -188,8 +188,9 @@ def suite(name: str, step: int | None = None) -> list[Case]:
 
 
 def drawn(cases: Iterable[Case], count: int | None, seed: int) -> list[Case]:
-    """The cases of `count` shapes, of all without a count, in an order drawn by the seed: whatever a run's time leaves
-    of them is a fair sample.
+    """Return the cases of `count` shapes, or of all, in an order drawn by the seed.
+
+    If a run's time allows only the first ones, they are a fair sample.
     """
     by_shape: dict[tuple, list[Case]] = {}
     for case in cases:

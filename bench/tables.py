@@ -10,7 +10,7 @@ from bench.results import ROOF, group
 
 
 def summary(lines: list[dict[str, Any]]) -> Table:
-    """Microseconds by case and provider; brackets are the fraction of the roof."""
+    """Return the microseconds by case and provider, with the fraction of the roof in brackets."""
     measured = group(lines, "run")
     names = list(dict.fromkeys(name for entry in measured for name in entry.lines if name != ROOF))
     table = Table("case", ROOF, *names)

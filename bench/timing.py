@@ -1,7 +1,7 @@
-"""Kernel time without the host, and host time without the kernel, of any library.
+"""Measure kernel time without the host, and host time without the kernel, of any library.
 
-How CUDA graphs are timed, and in turns, cunorm/commands/timing.py says. XLA runs on streams of its own, so there it is
-a loop over the sets within one jit, by the clock.
+cunorm/commands/timing.py times CUDA graphs in turns. XLA runs on streams of its own, so its kernel time is that of a
+loop over the sets within one jit, by the clock.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cunorm.commands.timing import (
     rounds_of,
 )
 
-BURST = 16  # calls of which the host waits for none
-LOOP_BYTES = 1.6e9  # that a turn of XLA's loop moves, about 0.4 ms, beside the 3 us that a turn costs
-LOOP_CALLS = 128  # of a turn, at most: XLA compiles each
-LOOP_SECONDS = 0.02  # of a loop
+BURST = 16  # calls in a row, which are so few that the host waits for none
+LOOP_BYTES = 1.6e9  # a turn of XLA's loop moves these, in about 0.4 ms, so that its overhead of 3 us is small
+LOOP_CALLS = 128  # a turn has no more, because XLA compiles each
+LOOP_SECONDS = 0.02  # a loop takes about this long
 METHODS = {
     "cupy": "CUDA graph, CUDA events",
     "torch": "CUDA graph, CUDA events",
@@ -36,12 +36,12 @@ METHODS = {
 
 
 def is_cold(bytes_a_call: int) -> bool:
-    """Whether the rotation passes through at least twice the L2 cache; the smallest problems stay in it."""
+    """Return whether the buffers take at least twice the L2 cache; those of the smallest problems stay in it."""
     return buffers_needed(bytes_a_call) * bytes_a_call >= 2 * L2_BYTES
 
 
 def timer(library: str, calls: Sequence[Call], bytes_a_call: int) -> Timer:
-    """Each of `calls` works on its own set of buffers. `library` is whose arrays they take."""
+    """Return a timer of calls that work each on its own set of buffers, which are arrays of `library`."""
     if library == "jax":
         return _jax(calls, bytes_a_call)
     rounds = -(-launches_of_graph(bytes_a_call) // len(calls))
@@ -49,15 +49,15 @@ def timer(library: str, calls: Sequence[Call], bytes_a_call: int) -> Timer:
 
 
 def kernel_time(library: str, calls: Sequence[Call], bytes_a_call: int) -> Times:
-    """Of one call, measured alone."""
-    (found,) = in_turns([timer(library, calls, bytes_a_call)])
-    if isinstance(found, Exception):
-        raise found
-    return found
+    """Return the times of one call, measured without others."""
+    (taken,) = in_turns([timer(library, calls, bytes_a_call)])
+    if isinstance(taken, Exception):
+        raise taken
+    return taken
 
 
 def host_time(library: str, calls: Sequence[Call]) -> float:
-    """Median seconds that a call takes to return, the queue of kernels, which are short, never being full."""
+    """Return the median seconds until a call returns; kernels are short and few, so that their queue is never full."""
     calls = (list(calls) * BURST)[:BURST]
     if library == "jax":
         import jax
@@ -88,7 +88,7 @@ def synchronize(library: str) -> None:
 def _torch(calls: Sequence[Call], rounds: int) -> Timer:
     import torch
 
-    stream = torch.cuda.current_stream()  # where the caller prepared the calls: autograd runs backward there
+    stream = torch.cuda.current_stream()  # the caller prepared the calls on it, so autograd runs backward on it
     for _ in range(2):
         rounds_of(calls, 1)
     stream.synchronize()
@@ -109,15 +109,16 @@ def _torch(calls: Sequence[Call], rounds: int) -> Timer:
 
 
 def _jax(calls: Sequence[Call], bytes_a_call: int) -> Timer:
-    """`calls` are functools.partial of a function that JAX can trace."""
+    """Return a timer of calls that are functools.partial of a function that JAX can trace."""
     sets = [call.args for call in calls[:LOOP_CALLS]]
     copies = min(LOOP_CALLS // len(sets), round(LOOP_BYTES / (bytes_a_call * len(sets))))
     return loop(calls[0].func, sets * max(1, copies), bytes_a_call / 2.5e12, LOOP_SECONDS)
 
 
 def loop(function: Callable, sets: Sequence[tuple], estimate: float, seconds: float) -> Timer:
-    """Each measurement runs function over the sets in a loop within one jit, for about as many seconds as asked for;
-    `estimate` is about the seconds of one call.
+    """Return a timer that runs `function` over the sets in a loop within one jit.
+
+    A loop takes about `seconds`, if one call takes about `estimate` seconds.
     """
     import jax
     import jax.numpy as jnp

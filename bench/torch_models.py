@@ -1,4 +1,4 @@
-"""The PyTorch adapter against torch's own norms: host time, memory, replayed graphs, and models of transformers.
+"""Compare the PyTorch adapter with torch's own norms: host time, memory, replayed graphs, and models of transformers.
 
     python -m bench.torch_models [--without-models] [--out FILE]
 
@@ -48,7 +48,7 @@ def main() -> None:
                 training(write, name, dtype)
 
 
-# Host time of a call, microseconds: how long the caller waits when the GPU has nothing to do.
+# Host time of a call: the microseconds that the caller waits when the GPU has nothing to do.
 
 
 def host_times(write: Callable[..., None]) -> None:
@@ -76,7 +76,7 @@ def host_times(write: Callable[..., None]) -> None:
             return call, 1
 
         def chain(function, tensors=leaves, dy=dy):
-            """Ten norms in a row: what one of many costs in a model, without the start of a backward pass."""
+            """Run ten norms in a row, which cost what norms cost in a model, without the start of a backward pass."""
 
             def call():
                 for tensor in tensors:
@@ -94,7 +94,7 @@ def host_times(write: Callable[..., None]) -> None:
 
 
 def alternate(calls: dict[str, tuple[Callable[[], None], int]], rounds: int, inner: int) -> dict[str, float]:
-    """Median over rounds in which all take turns, for one of the `count` units that a call does."""
+    """Return medians over rounds in which all take turns, divided by the `count` of units that a call does."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, (call, count) in calls.items():
@@ -180,7 +180,10 @@ def replayed_graphs(write: Callable[..., None]) -> None:
 def build(
     name: str, dtype: torch.dtype, layers: int = LAYERS, batch: int = BATCH, sequence: int = SEQUENCE
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
-    """A model in training mode without dropout, inputs, labels. Models of pictures have one number of tokens."""
+    """Return a model in training mode without dropout, inputs and labels.
+
+    Models of pictures have a fixed batch and number of tokens.
+    """
     import transformers as t
 
     torch.manual_seed(0)
@@ -236,19 +239,19 @@ def whisper_encoder(config):
 
 
 def dit(layers: int):
-    """DiT-XL's width, 256 tokens."""
+    """Return a DiT of DiT-XL's width, for 256 tokens."""
     from diffusers import DiTTransformer2DModel
 
     return DiTTransformer2DModel(num_attention_heads=16, attention_head_dim=72, num_layers=layers, out_channels=8)
 
 
 def loss_of(model, inputs, labels) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(**inputs)[0]  # or what else comes first: its last axis is read as logits
+    logits = model(**inputs)[0]  # whatever the first result is, its last axis is read as logits
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), logits
 
 
 def parity(write: Callable[..., None], name: str, dtype: str) -> None:
-    """Distances to the same model in float64 (float32 for bfloat16), over its norm: logits, and all gradients."""
+    """Write how far logits and gradients are from the same model in float64, or in float32 for bfloat16."""
     model, inputs, labels = build(name, DTYPES[dtype])
     exact = copy.deepcopy(model).to(torch.float64 if dtype == "float32" else torch.float32)
     wide = {k: v.to(exact.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
@@ -282,7 +285,7 @@ def make_step(model, inputs, labels) -> Callable[[], torch.Tensor]:
 
 
 def training(write: Callable[..., None], name: str, dtype: str) -> None:
-    """Losses of STEPS steps, and milliseconds a step, before and after."""
+    """Write the losses of STEPS steps, and the milliseconds of a step, with torch's norms and with cunorm's."""
     losses, steps = {}, {}
     for who in ("torch", "cunorm"):
         model, inputs, labels = build(name, DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""The buffers of a case: made once by CuPy, and lent to every other library through DLPack."""
+"""The buffers of a case are made once by CuPy, and lent to every other library through DLPack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Workload:
     def __init__(self, case: Case):
         self.case = case
         mean = USUAL_MEAN if case.offset is None else case.offset
-        # Of a packed QKV x is the first third of the heads.
+        # In a packed QKV, x is the first third of the heads.
         memory = (*case.leading[:-1], 3 * case.heads, case.cols) if case.heads else (case.rows, case.cols)
         first: dict[str, Any] = {
             "memory": _random(memory, case.dtype, mean),
@@ -40,20 +40,20 @@ class Workload:
             SimpleNamespace(x=self._x(memory), **buffers)
             for memory, buffers in zip(self.memory, (first, *copies), strict=True)
         ]
-        # The roof comes next, on a stream of its own, and writes to memory that the pool takes back from what is still
-        # under way here: mean and rstd of 49152 x 512 came out as NaN.
+        # The roof comes next, on a stream of its own, and may write to memory of the pool that kernels of this stream
+        # still use.
         cupy.cuda.Device().synchronize()
 
     def _x(self, memory: cupy.ndarray) -> cupy.ndarray:
         return memory[:, : self.case.heads] if self.case.heads else memory
 
     def lend(self, library: str) -> list[SimpleNamespace]:
-        """The sets as arrays of a library, the same memory."""
+        """Return the sets as arrays of a library, in the same memory."""
         to = {"cupy": lambda array: array, "torch": _to_torch, "jax": _to_jax}[library]
         return [SimpleNamespace(**{n: None if a is None else to(a) for n, a in vars(s).items()}) for s in self.sets]
 
     def streamed(self) -> list[tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray]]:
-        """What the roof reads and writes: the same matrices, of a packed QKV as many bytes in one piece."""
+        """Return what the roof reads and writes: the same matrices, or as many contiguous bytes of a packed QKV."""
         rows, cols, forward = self.case.rows, self.case.cols, self.case.direction == "forward"
         xs = [memory.reshape(-1)[: rows * cols] for memory in self.memory]
         return [
@@ -62,7 +62,7 @@ class Workload:
 
 
 def to_cupy(array: Any) -> cupy.ndarray | None:
-    """A result of any library as a CuPy array."""
+    """Return a result of any library as a CuPy array."""
     if array is None or isinstance(array, cupy.ndarray):
         return array
     if type(array).__module__.startswith("torch"):
@@ -77,7 +77,7 @@ def to_cupy(array: Any) -> cupy.ndarray | None:
 def _to_torch(array: cupy.ndarray) -> Any:
     import torch
 
-    if array.dtype.name == "bfloat16":  # as bits, whatever the versions on both sides know of bfloat16
+    if array.dtype.name == "bfloat16":  # passed as bits, because not all versions exchange bfloat16
         return torch.from_dlpack(array.view(numpy.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
@@ -90,7 +90,7 @@ def _to_jax(array: cupy.ndarray) -> Any:
 
 def _random(shape: int | tuple[int, ...], dtype: str, mean: float = 0.0) -> cupy.ndarray:
     values = cupy.random.standard_normal(shape, dtype=numpy.float32)
-    # Without this some values were read before cuRAND had written them.
+    # cuRAND may still be writing the values.
     cupy.cuda.Device().synchronize()
     values += numpy.float32(mean)
     return values.astype(numpy_dtype("bench", dtype))

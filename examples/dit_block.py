@@ -1,4 +1,4 @@
-"""The norm of a DiT block by an expression of one's own: gate, residual, norm and modulation are one kernel.
+"""The norm of a DiT block is an expression of one's own: gate, residual, norm and modulation are one kernel.
 
 python examples/dit_block.py
 """

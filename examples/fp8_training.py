@@ -1,4 +1,4 @@
-"""FP8 training beside bfloat16: the same small network twice, the same data, both losses.
+"""A small network is trained twice on the same data, in FP8 and in bfloat16, and both losses are shown.
 
     python examples/fp8_training.py [FILE.svg]
 

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on an accelerated model: train, merge, and compare with the model that was not accelerated.
+"""An accelerated model is trained and merged with LoRA by PEFT, and compared with the one that was not accelerated.
 
 pip install peft && python examples/lora.py
 """
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tuned(model, tokens):
-    """(the losses of ten steps, the model with LoRA merged into it)"""
+    """Return the losses of ten steps, and the model with LoRA merged into it."""
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-2)

@@ -1,8 +1,8 @@
-"""A small GPT learns a text, with a residual and a norm in one kernel; prints its loss, and a curve of it.
+"""A small GPT learns a text, with a residual and a norm in one kernel, and prints the curve of its loss.
 
     python examples/nanogpt.py [FILE.txt]
 
-On a GPU it runs there, and longer.
+If there is a GPU, it runs there, and for longer.
 """
 
 import sys
@@ -19,7 +19,7 @@ STEPS, WIDTH, LAYERS, CONTEXT, BATCH = (2000, 384, 6, 256, 64) if DEVICE == "cud
 
 
 class Block(nn.Module):
-    """Takes what is to be added to the residual stream, and the stream; returns the same two."""
+    """A block takes what is to be added to the residual stream, and the stream, and returns the same two."""
 
     def __init__(self):
         super().__init__()

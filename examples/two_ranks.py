@@ -24,7 +24,7 @@ def main():
     if on_gpus:
         torch.cuda.set_device(device)
 
-    torch.manual_seed(0)  # the same numbers on every rank
+    torch.manual_seed(0)  # so that every rank has the same numbers
     x = torch.randn(ranks * ROWS, WIDTH, device=device)
     weight, bias = torch.randn(FEATURES, WIDTH, device=device), torch.randn(FEATURES, device=device)
     linear = LayerNormLinear(
@@ -44,7 +44,7 @@ def main():
     y = linear(mine)  # all rows, this rank's features
     y.square().sum().backward()
 
-    alone = x.clone().requires_grad_()  # the same on one rank
+    alone = x.clone().requires_grad_()  # computes the same on one rank
     whole = torch.nn.functional.linear(torch.nn.functional.layer_norm(alone, (WIDTH,)), weight, bias)
     whole.square().sum().backward()
     torch.testing.assert_close(y, whole.chunk(ranks, dim=1)[rank], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Who is measured. A provider is a class; those whose library cannot be imported are listed with the reason."""
+"""The providers that are measured. Those whose library cannot be imported are listed with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.providers.xla import Xla
 
 
 def all_providers(triton_tutorial: str | None = None) -> list[Provider]:
-    """Every provider, ours first."""
+    """Return every provider, ours first."""
     return [
         Cunorm(),
         Eager(),
@@ -36,11 +36,11 @@ def all_providers(triton_tutorial: str | None = None) -> list[Provider]:
 
 
 def available(providers: list[Provider]) -> tuple[list[tuple[Provider, str]], dict[str, str]]:
-    """([(provider, version)], {name: why it cannot be measured here})."""
-    found, missing = [], {}
+    """Return ([(provider, version)], {name: why it cannot be measured here})."""
+    loaded, missing = [], {}
     for provider in providers:
         try:
-            found.append((provider, provider.load()))
+            loaded.append((provider, provider.load()))
         except Exception as error:  # a broken installation raises what it likes
             missing[provider.name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return found, missing
+    return loaded, missing

@@ -1,11 +1,11 @@
-"""NVIDIA's apex, built from source (PyPI's package of that name is another one)."""
+"""NVIDIA's apex, built from source: PyPI's package of that name is another one."""
 
 from __future__ import annotations
 
 from bench.providers.base import Provider, module_call
 from bench.providers.pytorch import load_torch
 
-# apex/contrib/csrc/layer_norm instantiates no others.
+# The numbers of columns that apex/contrib/csrc/layer_norm instantiates.
 FAST_COLS = {
     *(768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288),
     *(12800, 14336, 15360, 16384, 18432, 20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536),
@@ -19,8 +19,8 @@ def _matching(module, case, b):
 class Apex(Provider):
     """apex.normalization: FusedLayerNorm and FusedRMSNorm.
 
-    Backward is the extension's own function: autograd through apex's torch.library operators also fills a zero gradient
-    of mean and one of rstd in every call.
+    Backward is the extension's own function, because autograd through apex's torch.library operators also fills a zero
+    gradient of mean and one of rstd in every call.
     """
 
     name = "apex"

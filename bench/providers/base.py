@@ -1,4 +1,4 @@
-"""What a provider is."""
+"""The interface of a provider."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Provider:
     Attributes
     ----------
     name : str
-        As in tables and JSON.
+        Its name in tables and JSON.
     library : str
-        Whose arrays it takes: "cupy", "torch" or "jax".
+        The library whose arrays it takes: "cupy", "torch" or "jax".
     views : bool
         Whether it takes x of (tokens, heads, cols), a view of a packed QKV.
     seconds : float
-        About what a case costs, compiling and tuning included: a run of so many seconds draws its cases by it.
+        What a case costs about, with compiling and tuning, by which a run of so many seconds draws its cases.
     """
 
     name: str
@@ -29,22 +29,22 @@ class Provider:
     seconds = 0.3
 
     def load(self) -> str:
-        """Import it and return its version; ImportError where it cannot be."""
+        """Import the library and return its version, or raise ImportError."""
         raise NotImplementedError
 
     def unsupported(self, case: Case) -> str:
-        """Why it cannot do the case; empty if it can."""
+        """Return why it cannot do the case, or nothing if it can."""
         return "takes matrices alone" if case.heads and not self.views else self.refuses(case)
 
     def refuses(self, case: Case) -> str:
-        """As `unsupported`, for one provider."""
+        """Return why this provider cannot do the case, apart from views."""
         return ""
 
     def prepare(self, case: Case, buffers: Any) -> Callable[[], Any]:
-        """A call on one set of buffers that returns y, or (dx, dweight, dbias) with as many as the operation has.
+        """Return a call on one set of buffers that returns y, or those of (dx, dweight, dbias) that the operation has.
 
-        Forward is what the library runs for inference, backward what it runs for the gradients given mean and rstd.
-        Conversions it needs (a float32 weight, say) are made here, outside of what is timed.
+        Forward is what the library runs for inference, and backward what it runs for the gradients by mean and rstd.
+        Conversions that it needs, such as a float32 weight, are made here, outside of what is timed.
         """
         raise NotImplementedError
 
@@ -52,8 +52,8 @@ class Provider:
         """Forget what was compiled for one case."""
 
 
-def autograd(forward: Callable[..., Any], case: Case, b: Any) -> Callable[[], Any]:
-    """The backward pass that torch's autograd recorded for forward(x, weight[, bias])."""
+def autograd(forward: Callable[..., Any], b: Any) -> Callable[[], Any]:
+    """Return the backward pass that torch's autograd records for forward(x, weight[, bias])."""
     import torch
 
     inputs = [t.detach().requires_grad_() for t in (b.x, b.weight, b.bias) if t is not None]
@@ -62,7 +62,7 @@ def autograd(forward: Callable[..., Any], case: Case, b: Any) -> Callable[[], An
 
 
 def module_call(module: Any, case: Case, b: Any) -> Callable[[], Any]:
-    """Forward or backward of a torch module with parameters `weight` (and `bias`), which become the case's."""
+    """Return forward or backward of a torch module, whose `weight` (and `bias`) become the case's."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""cuDNN's graph API (nvidia-cudnn-frontend): every plan that it offers is tried, the fastest is kept.
+"""cuDNN's graph API (nvidia-cudnn-frontend): every plan that it offers is tried, and the fastest is kept.
 
 Forward is its inference phase, which stores no statistics. LayerNorm takes a float32 weight and bias.
 """
@@ -68,7 +68,7 @@ class Cudnn(Provider):
         return graph, tensors, self._fastest(graph, tensors, arrays | outputs)
 
     def _fastest(self, graph, tensors, buffers) -> int:
-        """The index of the plan that takes the least time."""
+        """Return the index of the plan that takes the least time."""
         import torch
 
         pack = {tensors[name]: array for name, array in buffers.items()}
@@ -93,18 +93,18 @@ def _workspace(graph: Any, index: int) -> int:
 
 
 def _arrays(case, b) -> dict[str, Any]:
-    """What the operation reads, as cuDNN's four axes."""
+    """Return the arrays that the operation reads, with cuDNN's four axes."""
     import torch
 
     matrix, row, rows = (case.rows, case.cols, 1, 1), (1, case.cols, 1, 1), (case.rows, 1, 1, 1)
     parameter = torch.float32 if case.op == "layer_norm" else b.x.dtype
-    found = {"x": b.x.view(matrix), "weight": b.weight.to(parameter).view(row)}
+    arrays = {"x": b.x.view(matrix), "weight": b.weight.to(parameter).view(row)}
     if case.direction == "forward":
         if b.bias is not None:
-            found["bias"] = b.bias.to(parameter).view(row)
-        return found | {"eps": torch.full((1, 1, 1, 1), case.eps, dtype=torch.float32, device="cpu")}
-    found |= {"dy": b.dy.view(matrix), "rstd": b.rstd.view(rows)}
-    return found | ({"mean": b.mean.view(rows)} if case.op == "layer_norm" else {})
+            arrays["bias"] = b.bias.to(parameter).view(row)
+        return arrays | {"eps": torch.full((1, 1, 1, 1), case.eps, dtype=torch.float32, device="cpu")}
+    arrays |= {"dy": b.dy.view(matrix), "rstd": b.rstd.view(rows)}
+    return arrays | ({"mean": b.mean.view(rows)} if case.op == "layer_norm" else {})
 
 
 def _outputs(case, b) -> dict[str, Any]:

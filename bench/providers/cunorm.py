@@ -17,7 +17,7 @@ class Cunorm(Provider):
     name = "cunorm"
     library = "cupy"
     views = True
-    seconds = 0.15  # and the roof's; compiling aside
+    seconds = 0.15  # with the roof's, and without compiling
 
     def load(self) -> str:
         import cupy
@@ -30,9 +30,9 @@ class Cunorm(Provider):
         return f"{cunorm.__version__} (CuPy {cupy.__version__})"
 
     def precompile(self, cases: Iterable[Case], deadline: float) -> int:
-        """Compiles the kernels of the cases into the kernel cache, many at once, and says how many.
+        """Compile the kernels of the cases into the kernel cache, many at once, and return how many there are.
 
-        What is planned otherwise, or rejected, is compiled or reported by the call.
+        A kernel that is missing or rejected here is compiled or reported by the call.
         """
         from cunorm.kernel import compile, device
         from cunorm.plan.plain_problems import whole
@@ -44,13 +44,13 @@ class Cunorm(Provider):
                 problem = whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype)
                 specs |= {step.spec: None for step in plan(problem, properties).steps}
 
-        def one(spec) -> None:
+        def compile_kernel(spec) -> None:
             if time.perf_counter() < deadline:
                 with suppress(Exception):
                     compile.machine_code(spec, properties.arch)
 
         with ThreadPoolExecutor(WORKERS) as pool:
-            list(pool.map(one, specs))
+            list(pool.map(compile_kernel, specs))
         return len(specs)
 
     def prepare(self, case, b):

@@ -30,7 +30,7 @@ class Flax(Provider):
 
         forward = _forward(case.op, case.eps, b.x.dtype)
         arrays = [array for array in (b.x, b.weight, b.bias) if array is not None]
-        # One function object a case, for all sets: XLA's loop takes the first one's.
+        # All sets of a case have one function object, because XLA's loop takes that of the first.
         if case.direction == "forward":
             return partial(self.functions.setdefault(("forward", case.op, str(b.x.dtype)), forward), *arrays)
         _, transpose = jax.jit(lambda *inputs: jax.vjp(forward, *inputs))(*arrays)

@@ -33,7 +33,6 @@ class Liger(Provider):
         if case.op == "layer_norm":
             return lambda: ln.layer_norm_backward(b.dy, b.x, b.weight, b.bias, b.mean, b.rstd)
         _, _, rstd, block, warps, mode = rms.rms_norm_forward(b.x, b.weight, case.eps, 0.0, "llama", None)
-        # As in a model, in place: dx is written over dy, here over one of its own, so that later calls read the dx of
-        # the call before.
+        # As in a model, dx is written over dy. That is a copy here, and later calls read the dx of the call before.
         dy = b.dy.clone()
         return lambda: rms.rms_norm_backward(dy, b.x, b.weight, rstd, 0.0, mode, block, warps, True, None)

@@ -1,4 +1,4 @@
-"""torch's own operators, and what torch.compile makes of them."""
+"""torch's own operators, in eager mode and compiled."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Eager(Provider):
         if hasattr(aten, "_fused_rms_norm_backward"):
             rstd = b.rstd[..., None]
             return lambda: aten._fused_rms_norm_backward(b.dy, b.x, shape, rstd, b.weight, [True, True])
-        return autograd(lambda x, w: torch.nn.functional.rms_norm(x, shape, w, case.eps), case, b)
+        return autograd(lambda x, w: torch.nn.functional.rms_norm(x, shape, w, case.eps), b)
 
 
 class Compiled(Provider):
-    """Backward is the graph that torch.compile made for autograd, from what its forward pass saved."""
+    """torch.compile; its backward pass is the graph for autograd, on what its forward pass saved."""
 
     name = "torch.compile"
     views = True
@@ -58,9 +58,9 @@ class Compiled(Provider):
     def prepare(self, case, b):
         import torch
 
-        if self.function is None:  # one for all sets of buffers
+        if self.function is None:  # one function serves all sets of buffers
             f, shape, eps, dtype = torch.nn.functional, (case.cols,), case.eps, b.x.dtype
-            # A wider weight would widen y.
+            # A wider weight would make y wider.
             if case.op == "layer_norm":
                 function = lambda x, w, bias: f.layer_norm(x, shape, w, bias, eps).to(dtype)  # noqa: E731
             else:
@@ -68,7 +68,7 @@ class Compiled(Provider):
             self.function = torch.compile(function, dynamic=False, mode=self.mode)
         function = self.function
         if case.direction == "backward":
-            return autograd(function, case, b)
+            return autograd(function, b)
         arguments = [t for t in (b.x, b.weight, b.bias) if t is not None]
 
         def run():
@@ -86,7 +86,7 @@ class Compiled(Provider):
 
 
 class Autotuned(Compiled):
-    """Every launch configuration that Inductor knows, tried at the first call. The bench makes the CUDA graphs."""
+    """torch.compile that tries every launch configuration at the first call; the bench makes the CUDA graphs."""
 
     name = "torch.compile max-autotune"
     seconds = 5.0

@@ -1,4 +1,4 @@
-"""QuACK: CuTe DSL kernels (quack-kernels), as its heuristics launch them and as its own search does.
+"""QuACK: CuTe DSL kernels (quack-kernels), launched by its heuristics and by its own search.
 
 Its LayerNorm takes a float32 weight and bias, and its RMSNorm a view of heads with a weight for each.
 """
@@ -45,18 +45,18 @@ class Quack(Provider):
 
 
 class QuackTuned(Quack):
-    """Its entry points that try every configuration at the first call of a shape."""
+    """QuACK's entry points that try every configuration at the first call of a shape."""
 
     name = "QuACK tuned"
     views = False
     seconds = 20.0
 
     def load(self) -> str:
-        found = super().load()
+        installed = super().load()
         for name in ("rmsnorm_fwd_tuned", "rmsnorm_bwd_tuned"):
             if not hasattr(self.quack, name):
-                raise ImportError(f"quack-kernels {found} has no {name}")
-        return found
+                raise ImportError(f"quack-kernels {installed} has no {name}")
+        return installed
 
     def prepare(self, case, b):
         import torch
@@ -88,6 +88,6 @@ class QuackTuned(Quack):
                 mean=b.mean if layer_norm else None,
                 is_layernorm=layer_norm,
             )
-            return dx, *(one.sum(dim=0).to(weight.dtype) for one in partials)
+            return dx, *(partial_sums.sum(dim=0).to(weight.dtype) for partial_sums in partials)
 
         return backward

@@ -9,7 +9,7 @@ SM_MARGIN = 0  # multiprocessors that a kernel leaves free
 
 
 class TransformerEngine(Provider):
-    """Forward by its modules, backward by their extension's functions: a module frees what it saved in one pass."""
+    """Forward is by its modules, and backward by the extension, as a module's backward pass frees what was saved."""
 
     name = "TransformerEngine"
 

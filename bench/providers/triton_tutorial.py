@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.providers.base import Provider, autograd
 from bench.providers.pytorch import load_torch
 
-MOST_BYTES = 65536  # of a row
+MOST_BYTES = 65536  # a row may have no more
 
 
 class TritonTutorial(Provider):
@@ -26,7 +26,7 @@ class TritonTutorial(Provider):
         load_torch()
         import triton
 
-        # Its definitions alone: on import the file tests and measures itself.
+        # Only its definitions are run, because on import the file tests and measures itself.
         tree = ast.parse(Path(self.path).read_text())
         tree.body = [node for node in tree.body if not isinstance(node, ast.Expr)]
         namespace: dict[str, object] = {"__name__": "triton_tutorial"}
@@ -44,4 +44,4 @@ class TritonTutorial(Provider):
         shape = (case.cols,)
         if case.direction == "forward":
             return lambda: self.layer_norm(b.x, shape, b.weight, b.bias, case.eps)
-        return autograd(lambda x, w, bias: self.layer_norm(x, shape, w, bias, case.eps), case, b)
+        return autograd(lambda x, w, bias: self.layer_norm(x, shape, w, bias, case.eps), b)

@@ -1,4 +1,4 @@
-"""XLA: the formulas in jax.numpy under jit, in float32. Backward from mean and rstd, as the others have them."""
+"""XLA: the formulas in jax.numpy under jit, in float32. Backward takes mean and rstd, as the others do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of results of the bench, made up."""
+"""Made-up lines of results of the bench."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKWARD = Case("layer_norm", "backward", LARGE // 4096, 4096, "bfloat16")
 
 
 def lines_of(case: Case, **microseconds: float | None) -> list[dict]:
-    """Of every provider, None for one whose result was wrong."""
+    """Return a line for each provider's time, where None stands for a wrong result."""
     lines = []
     for name, time in microseconds.items():
         line = head(case) | {"provider": name}
@@ -31,8 +31,8 @@ def results_of(lines: list[dict], suite: str = "roof") -> Results:
 
 
 def file_of(folder, name: str, commit: str | None, *lines: dict) -> None:
-    """Written into the folder, the last line cut short."""
+    """Write a file of results into the folder, with its last line cut short."""
     environment = {"gpu": "made up", "date": "2026-01-01", "providers": {OURS: "0"}, "missing": {}}
     first = environment | ({} if commit is None else {"commit": commit})
     text = "".join(json.dumps(line) + "\n" for line in (first, *lines))
-    (folder / name).write_text(text + '{"op": "layer_norm", "dire')  # cut short by the end of a run's time
+    (folder / name).write_text(text + '{"op": "layer_norm", "dire')  # as at the end of a run's time

@@ -1,4 +1,4 @@
-"""The bench, without a GPU: what is measured."""
+"""The suites, providers and sizes of the bench, without a GPU."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_suites_hold_what_the_bars_ask_for():
 def test_suites_of_both_norms_and_directions(name, columns, first, last, sizes):
     cases = suites.suite(name)
     assert len(cases) == len(set(cases))
-    found = sorted({case.cols for case in cases})
-    assert (len(found), found[0], found[-1]) == (columns, first, last)
+    widths = sorted({case.cols for case in cases})
+    assert (len(widths), widths[0], widths[-1]) == (columns, first, last)
     assert {(case.op, case.direction) for case in cases} == {(o, d) for o in suites.OPS for d in suites.DIRECTIONS}
     for case in cases:
         assert not sizes or any(abs(case.elements - size) < case.cols for size in sizes)
-    # A third has a float32 weight, in each panel of a picture too.
+    # About a third of the cases has a float32 weight, in each panel of a picture too.
     for op in suites.OPS:
         of_op = [bool(case.weight) for case in cases if case.op == op and case.direction == "backward"]
         assert 0.2 < sum(of_op) / len(of_op) < 0.51
@@ -107,10 +107,10 @@ def test_rotating_buffers_pass_through_more_than_the_cache():
 
 def test_every_provider_is_measured_or_says_why_not(monkeypatch):
     for library in ("torch", "jax", "cupy"):
-        monkeypatch.setitem(sys.modules, library, None)  # importing it is an ImportError
+        monkeypatch.setitem(sys.modules, library, None)  # importing it raises ImportError
     everybody = providers.all_providers()
-    found, missing = providers.available(everybody)
-    assert found == []
+    available, missing = providers.available(everybody)
+    assert available == []
     assert list(missing) == [provider.name for provider in everybody]
     assert "torch" in missing["Liger"]
     assert "--triton-tutorial" in missing["Triton tutorial"]

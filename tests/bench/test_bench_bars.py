@@ -1,4 +1,4 @@
-"""What a bar of the bench says, and what a case counts as."""
+"""The bars of the bench, and how cases count."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ LONG_ROW = 12288
 )
 def test_a_bar_holds_or_does_not(suite, case, roof, peer, ours, holds):
     peers = {} if peer is None else {"torch": peer, "Liger": peer + 50}
-    found = [bar for bar in bars(results_of(lines_of(case, **{ROOF: roof, OURS: ours, **peers}), suite)) if bar.cases]
-    if peer is not None:  # the bar of all cases with peers has it too
-        assert len(found) == 2
-        assert "torch" in found[0].worst[0][1]
-    assert [bar.holds for bar in found[:1]] == ([] if holds is None else [holds])
-    assert all(f"{case.rows} x {case.cols}" in bar.worst[0][1] for bar in found)
+    results = results_of(lines_of(case, **{ROOF: roof, OURS: ours, **peers}), suite)
+    judging = [bar for bar in bars(results) if bar.cases]
+    if peer is not None:  # the bar of all cases with peers has the case too
+        assert len(judging) == 2
+        assert "torch" in judging[0].worst[0][1]
+    assert [bar.holds for bar in judging[:1]] == ([] if holds is None else [holds])
+    assert all(f"{case.rows} x {case.cols}" in bar.worst[0][1] for bar in judging)
 
 
 def test_one_slow_case_fails_a_bar_and_the_worst_five_are_named():

@@ -1,4 +1,4 @@
-"""What counts as a right result in the bench."""
+"""The bench tells right results from wrong ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bench.suites import Case
 
 @pytest.fixture
 def check(monkeypatch):
-    """bench.check on NumPy arrays."""
+    """Return bench.check, working on NumPy arrays."""
     module = pytest.importorskip("bench.check", reason="bench.check needs CuPy: pip install -e '.[cuda13]'")
     monkeypatch.setattr(module, "cupy", numpy)
     return module
 
 
 def _right(case: Case, mistake: str = "") -> tuple[SimpleNamespace, list[numpy.ndarray]]:
-    """Buffers of a case and its results by float64, rounded once."""
+    """Return buffers of a case and its results in float64, rounded once."""
     rng = numpy.random.default_rng(0)
     dtype = numpy.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
     shape = (case.rows, case.cols)
@@ -51,8 +51,6 @@ CHECKED = [
     for direction in suites.DIRECTIONS
     for rows, dtype in ((64, "bfloat16"), (16, "float16"), (300, "float32"))
 ]
-
-
 CHECKED.append(Case("layer_norm", "backward", 1, 16384, "bfloat16"))  # xhat near zero in some column
 
 
@@ -79,7 +77,7 @@ def test_a_wrong_result_is_found(check, mistake, direction, named):
 
 
 def test_a_float32_dweight_is_held_against_the_limits_of_the_case(check):
-    """QuACK and cuDNN take a float32 weight, so their dweight is float32: it must be right for bfloat16, no more."""
+    """QuACK and cuDNN take a float32 weight, so their dweight is float32, but it need only be right for bfloat16."""
     case = Case("layer_norm", "backward", 64, 512, "bfloat16")
     buffers, (dx, *sums) = _right(case)
     sums = [array.astype(numpy.float32) for array in sums]

@@ -1,4 +1,4 @@
-"""What docs/speed.md and the pictures are made of."""
+"""The report writes docs/speed.md and the pictures from results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.suites import LARGE, Case
         ({"small": "a", "few": "a"}, False),
         ({"small": "a", "few": "b"}, True),
         ({"small": "a", "few": None}, True),
-        ({"small": "a", "error": "b"}, False),  # a picture of its own
+        ({"small": "a", "error": "b"}, False),  # errors have a picture of their own
     ],
 )
 def test_results_of_different_commits_are_refused(tmp_path, capsys, commits, refused):
@@ -46,9 +46,8 @@ def test_results_of_different_commits_are_refused(tmp_path, capsys, commits, ref
 )
 def test_the_map_has_no_holes(cells, rows, cols):
     plots = pytest.importorskip("bench.plots", reason="the pictures need matplotlib: pip install -e '.[test]'")
-    found = plots.whole_grid(cells)
-    assert found == (rows, cols)
-    assert {(row, col) for row in found[0] for col in found[1]} <= cells
+    assert plots.whole_grid(cells) == (rows, cols)
+    assert {(row, col) for row in rows for col in cols} <= cells
 
 
 @pytest.mark.slow
@@ -74,7 +73,7 @@ def test_the_page_and_pictures_are_what_results_give(tmp_path, capsys):
     assert "**no**" in text
     assert "0 hold and 3 fail" in text
     shown = ["speed-backward-bf16.svg", "speed-forward-bf16.svg"]
-    pictures = ["peers-dark.svg", "peers-light.svg", *shown]  # of which others are shown by README
+    pictures = ["peers-dark.svg", "peers-light.svg", *shown]  # README shows the first two
     assert sorted(path.name for path in plots.iterdir()) == pictures
     assert all(f"(plots/{name})" in text for name in shown)
     slower = results_of(lines_of(BACKWARD, **times | {OURS: 130.0}) + lines_of(forward, **times), "widths")

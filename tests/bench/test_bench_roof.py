@@ -1,4 +1,4 @@
-"""The roofs of the bench: which are tried, and that they copy."""
+"""The roofs of the bench are copies; which of them are tried, and that they copy."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def test_a_case_tries_the_winners_of_its_size_and_the_first_of_its_neighbours():
 
 @pytest.mark.parametrize("reads", [1, 2])
 def test_every_roof_fits_an_sm_and_is_tried_once(reads):
-    found = variants(reads)
-    assert len(found) == len(set(found)) > 100
-    for one in found:
-        assert one.under_way <= 128 << 10
-        assert one.threads * one.ctas <= 2048
-        # As many CTAs as it says, and no more where shared memory is what bounds them.
-        assert one.ctas * (one.dynamic_shared + 1024) <= 228 << 10
-        if one.dynamic_shared and not one.stages:
-            assert (one.ctas + 1) * (one.dynamic_shared + 1024) > 228 << 10
-    assert not [one for one in variants(reads, 80) if one.stages]
-    few = distinct_roofs(found, 64, 132)
-    assert len(few) < 40  # 1 KB: where all CTAs run at once neither their number nor persistence matters
-    assert {one.grid(64, 132) for one in few} <= {1}
-    assert len(distinct_roofs(found, 1 << 23, 132)) == len(found)
+    every = variants(reads)
+    assert len(every) == len(set(every)) > 100
+    for variant in every:
+        assert variant.under_way <= 128 << 10
+        assert variant.threads * variant.ctas <= 2048
+        # As many CTAs fit an SM as the variant says, and no more if shared memory bounds them.
+        assert variant.ctas * (variant.dynamic_shared + 1024) <= 228 << 10
+        if variant.dynamic_shared and not variant.stages:
+            assert (variant.ctas + 1) * (variant.dynamic_shared + 1024) > 228 << 10
+    assert not [variant for variant in variants(reads, 80) if variant.stages]
+    few = distinct_roofs(every, 64, 132)
+    assert len(few) < 40  # for 1 KB all CTAs run at once, so neither their number nor persistence matters
+    assert {variant.grid(64, 132) for variant in few} <= {1}
+    assert len(distinct_roofs(every, 1 << 23, 132)) == len(every)
 
 
 @needs_nvrtc
 @pytest.mark.slow
 def test_every_roof_compiles():
-    texts = [one.text for reads in (1, 2) for one in variants(reads)]
+    texts = [variant.text for reads in (1, 2) for variant in variants(reads)]
     assert "@" not in "".join(texts)
     assert all(compiled(texts, 90).values())
 
@@ -63,5 +63,5 @@ def test_every_roof_copies_every_element():
         numbers = cupy.arange(1, words + 1, dtype=cupy.uint64)
         a, b = (numbers * cupy.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F))  # no two alike
         for reads, second in ((1, None), (2, b)):
-            for one in kernels.variants[reads]:
-                assert wrong(kernels, one, a, second, cupy.empty_like(a)) == 0, (one, words)
+            for variant in kernels.variants[reads]:
+                assert wrong(kernels, variant, a, second, cupy.empty_like(a)) == 0, (variant, words)

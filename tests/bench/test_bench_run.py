@@ -1,4 +1,4 @@
-"""How the bench runs: faults, time limits, files that go on."""
+"""A run of the bench survives faults, keeps to its time and goes on where its file ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cunorm.commands import timing
 
 
 class Fake(providers.Provider):
-    """A provider of one time, or of one fault."""
+    """A provider that always takes the same time, or that always fails."""
 
     def __init__(self, name: str, microseconds: float | None):
         self.name, self.microseconds = name, microseconds
@@ -24,7 +24,7 @@ class Fake(providers.Provider):
 
 @pytest.fixture
 def fake_run(monkeypatch):
-    """`fake_run(providers, cases, **options)`: the lines of a run without a GPU."""
+    """Return `fake_run(providers, cases, **options)`, which returns the lines of a run without a GPU."""
     runner = pytest.importorskip("bench.runner", reason="bench.runner needs rich: pip install -e '.[test]'")
     pytest.importorskip("cupy", reason="bench.runner needs CuPy: pip install -e '.[cuda13]'")
     from rich.console import Console
@@ -43,18 +43,18 @@ def fake_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "bench.workload", SimpleNamespace(Workload=lambda case: None))
     monkeypatch.setattr(timing, "SECONDS", 0.0)
 
-    def run(found, cases, roofs=(), **options):
-        one = runner.Runner([(provider, "0") for provider in found], None, Console(quiet=True), **options)
+    def run(fakes, cases, roofs=(), **options):
+        bench_run = runner.Runner([(fake, "0") for fake in fakes], None, Console(quiet=True), **options)
         monkeypatch.setattr(
-            one,
+            bench_run,
             "_roofs",
             lambda case, workload: [
                 runner.Contender(ROOF, {"status": "ok"}, timer_that_fails if t is None else lambda t=t: t * 1e-6, v)
                 for v, t in roofs
             ],
         )
-        one.run(cases)
-        return one.lines
+        bench_run.run(cases)
+        return bench_run.lines
 
     return run
 

@@ -1,4 +1,4 @@
-"""The launches of which a search chooses are right, and so is what it writes."""
+"""The launches from which a search chooses are right, and so is what it writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = 2  # for each norm
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("cols", [40, 513, 2048, 9000])
 def test_candidates_are_right(op, cols):
-    """A few of them, others for each norm, of rows in parts of warps, warps, CTAs and clusters."""
+    """A few candidates are right for rows in parts of warps, warps, CTAs and clusters, other ones for each norm."""
     x, dy, weight, bias = inputs(numpy, ROWS, cols, "bfloat16")
     first = EXAMPLES * (op == "rms_norm")
     for number in range(first, first + EXAMPLES):
@@ -41,10 +41,10 @@ def test_a_search_on_a_gpu(direction, rows, cols, tmp_path):
 
     case, table = Case("layer_norm", direction, rows, cols, "bfloat16"), tmp_path / "table.json"
     assert not search.is_measured(case, table)
-    found = search.search_case(case, 12, table)
-    assert found["tried"] + found["spilled"] == 12
-    assert found["wrong"] == []
-    assert 0 < found["fastest"][0]["us"] < 3 * found["today_us"]
+    searched = search.search_case(case, 12, table)
+    assert searched["tried"] + searched["spilled"] == 12
+    assert searched["wrong"] == []
+    assert 0 < searched["fastest"][0]["us"] < 3 * searched["today_us"]
     assert search.is_measured(case, table)
 
 

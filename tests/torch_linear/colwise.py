@@ -1,4 +1,4 @@
-"""What parallel_linear.py asks of `LayerNormColwiseParallel`: each rank against the whole module, in float64."""
+"""Checks of `LayerNormColwiseParallel` for parallel_linear.py: each rank is compared with the whole, in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ({}, {"normalization": "RMSNorm", "bias": False}, SPLIT, {"keep_normal
 
 
 def whole(device: str, **options: Any) -> tuple[LayerNormLinear, Tensor, Tensor]:
-    """The same on all ranks."""
+    """Return a module, x and dy that are the same on all ranks."""
     random = torch.Generator().manual_seed(0)
     module = LayerNormLinear(COLS, OUTS, EPS, device=device, params_dtype=torch.float64, **options)
     with torch.no_grad():
@@ -35,13 +35,13 @@ def whole(device: str, **options: Any) -> tuple[LayerNormLinear, Tensor, Tensor]
 
 
 def outs_of(module: LayerNormLinear, rank: int, ranks: int) -> list[int]:
-    """The features of a rank, of each part its own."""
-    found, start = [], 0
+    """Return the output features of a rank, which has its share of each part of the weight."""
+    outs, start = [], 0
     for part in module._parts:
         own = part.rows // ranks
-        found += range(start + rank * own, start + (rank + 1) * own)
+        outs += range(start + rank * own, start + (rank + 1) * own)
         start += part.rows
-    return found
+    return outs
 
 
 def values_and_gradients(group: Any, device: str) -> None:
@@ -58,28 +58,28 @@ def values_and_gradients(group: Any, device: str) -> None:
             y.backward(dy)
             own = distribute_tensor(x, mesh, [layout]).to_local().clone().requires_grad_()
             columns = outs_of(module, rank, ranks)
-            found = sharded(own)
-            assert_close(found, y[..., columns])
-            found.backward(dy[..., columns])
+            own_y = sharded(own)
+            assert_close(own_y, y[..., columns])
+            own_y.backward(dy[..., columns])
             assert_close(own.grad, distribute_tensor(leaf.grad, mesh, [layout]).to_local())
-            for (name, one), other in zip(sharded.named_parameters(), module.parameters(), strict=True):
+            for (name, shard), parameter in zip(sharded.named_parameters(), module.parameters(), strict=True):
                 norm = name.startswith("layer_norm")
-                assert one.placements == ((Replicate(),) if norm else (Shard(0),)), name
-                assert one.grad.placements == one.placements, name
-                assert_close(one.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}")
+                assert shard.placements == ((Replicate(),) if norm else (Shard(0),)), name
+                assert shard.grad.placements == shard.placements, name
+                assert_close(shard.grad.full_tensor(), parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def layouts(group: Any, device: str) -> None:
-    """DTensors in and out, other layouts of y, what is returned besides."""
+    """DTensors go in and out, y may have other layouts, and bias and z may be returned too."""
     mesh = DeviceMesh.from_group(group, device)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     module, x, _ = whole(device, return_layernorm_output=True, return_bias=True)
     y, bias, z = module(x)
     style = LayerNormColwiseParallel(use_local_output=False)
-    found = parallelize_module(copy.deepcopy(module), mesh, style)(distribute_tensor(x, mesh, [Replicate()]))
-    assert [one.placements for one in found] == [(Shard(2),), (Shard(0),), (Shard(1),)]
-    for one, other in zip(found, (y, bias, z), strict=True):
-        assert_close(one.full_tensor(), other)
+    results = parallelize_module(copy.deepcopy(module), mesh, style)(distribute_tensor(x, mesh, [Replicate()]))
+    assert [result.placements for result in results] == [(Shard(2),), (Shard(0),), (Shard(1),)]
+    for result, expected in zip(results, (y, bias, z), strict=True):
+        assert_close(result.full_tensor(), expected)
     for wanted in (Replicate(), Shard(1)):
         plain, x, _ = whole(device)
         sharded = parallelize_module(copy.deepcopy(plain), mesh, LayerNormColwiseParallel(output_layouts=wanted))
@@ -89,7 +89,7 @@ def layouts(group: Any, device: str) -> None:
 
 
 def training(group: Any, device: str) -> None:
-    """A step of an optimizer with clipped gradients; state dicts, copies, modules that begin without memory."""
+    """An optimizer's step with clipped gradients is right, and modules that begin without memory load a state dict."""
     mesh = DeviceMesh.from_group(group, device)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     module, x, dy = whole(device)
@@ -106,9 +106,9 @@ def training(group: Any, device: str) -> None:
             expected = norm
             continue
         assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
-        for one, other in zip(model.parameters(), module.parameters(), strict=True):
-            assert one.grad.placements == one.placements  # what optimizers add to a parameter lies as it does
-            assert_close(one.full_tensor(), other)
+        for shard, parameter in zip(model.parameters(), module.parameters(), strict=True):
+            assert shard.grad.placements == shard.placements  # so that optimizers need no communication
+            assert_close(shard.full_tensor(), parameter)
     empty = parallelize_module(
         LayerNormLinear(COLS, OUTS, EPS, device="meta", params_dtype=torch.float64), mesh, LayerNormColwiseParallel()
     )
@@ -119,7 +119,7 @@ def training(group: Any, device: str) -> None:
 
 
 def beside_torchs(group: Any, device: str) -> None:
-    """Our norms under SequenceParallel before a Linear under ColwiseParallel."""
+    """Our norms under SequenceParallel may stand before a Linear under ColwiseParallel."""
     mesh = DeviceMesh.from_group(group, device)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     _, x, dy = whole(device)
@@ -130,13 +130,13 @@ def beside_torchs(group: Any, device: str) -> None:
         plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
         sharded = parallelize_module(copy.deepcopy(model), mesh, plan)
         leaf, own = x.clone().requires_grad_(), x.chunk(ranks, 1)[rank].clone().requires_grad_()
-        y, found = model(leaf), sharded(own)
-        assert_close(found, y.chunk(ranks, 2)[rank])
+        y, own_y = model(leaf), sharded(own)
+        assert_close(own_y, y.chunk(ranks, 2)[rank])
         y.backward(dy)
-        found.backward(dy.chunk(ranks, 2)[rank])
+        own_y.backward(dy.chunk(ranks, 2)[rank])
         assert_close(own.grad, leaf.grad.chunk(ranks, 1)[rank])
-        for one, other in zip(sharded.parameters(), model.parameters(), strict=True):
-            assert_close(one.grad.full_tensor(), other.grad)
+        for shard, parameter in zip(sharded.parameters(), model.parameters(), strict=True):
+            assert_close(shard.grad.full_tensor(), parameter.grad)
 
 
 def refused_styles(group: Any, device: str) -> None:
@@ -177,7 +177,10 @@ def refused_styles(group: Any, device: str) -> None:
 
 
 def fsdp_and_checkpoints(group: Any, device: str) -> None:
-    """Two by two ranks: FSDP2 over the other axis, a distributed checkpoint, three steps against one process."""
+    """On two by two ranks, with FSDP2 over the other axis, three steps are those of one process.
+
+    A distributed checkpoint then restores the parameters.
+    """
     from torch.distributed import checkpoint
 
     mesh = init_device_mesh(device, (2, dist.get_world_size(group) // 2), mesh_dim_names=("data", "model"))
@@ -190,7 +193,7 @@ def fsdp_and_checkpoints(group: Any, device: str) -> None:
     data, model = mesh.get_local_rank("data"), mesh.get_local_rank("model")
     ranks = mesh["model"].size()
     columns = outs_of(module, model, ranks)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, sharded)]
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (module, sharded)]
     for x in batches:
         module(x).mul(dy).sum().div(2).backward()  # FSDP takes the mean over the data axis
         own = x[data : data + 1].chunk(ranks, 1)[model]
@@ -198,8 +201,8 @@ def fsdp_and_checkpoints(group: Any, device: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, one), other in zip(sharded.named_parameters(), module.parameters(), strict=True):
-        assert_close(one.full_tensor(), other, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, shard), parameter in zip(sharded.named_parameters(), module.parameters(), strict=True):
+        assert_close(shard.full_tensor(), parameter, msg=lambda text, name=name: f"{name}: {text}")
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     checkpoint.save({"model": sharded.state_dict()}, checkpoint_id=folder[0])
@@ -207,8 +210,8 @@ def fsdp_and_checkpoints(group: Any, device: str) -> None:
     fully_shard(loaded, mesh=mesh["data"])
     state = {"model": loaded.state_dict()}
     checkpoint.load(state, checkpoint_id=folder[0])
-    for one, other in zip(loaded.parameters(), sharded.parameters(), strict=True):
-        assert_close(one.full_tensor(), other.full_tensor())
+    for restored, saved in zip(loaded.parameters(), sharded.parameters(), strict=True):
+        assert_close(restored.full_tensor(), saved.full_tensor())
 
 
 CHECKS = {check.__name__: check for check in (values_and_gradients, layouts, training, beside_torchs, refused_styles)}

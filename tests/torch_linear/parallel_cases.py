@@ -1,6 +1,6 @@
-"""LayerNormLinear over the ranks of a group against torch's own operators on all rows and the whole weight in float64.
+"""LayerNormLinear over the ranks of a group is compared with torch's own operators on all rows and the whole weight.
 
-Every rank computes the whole by itself, by autograd, and compares its own part.
+Every rank computes the whole by itself in float64, by autograd, and compares its own part.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from cunorm.torch import LayerNormLinear
 
-GROUPS: dict[int, Any] = {}  # of the first ranks, by how many
-
-
+GROUPS: dict[int, Any] = {}  # groups of the first ranks, by the number of ranks
 COLS, OUTS, EPS = 8, 24, 0.3
 OVERLAPS = ("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_rs_dgrad")
 
 
 class Case(NamedTuple):
-    options: Mapping[str, Any] = MappingProxyType({})  # of the module
+    options: Mapping[str, Any] = MappingProxyType({})  # the module's options
     sequence: bool = True
-    shape: tuple[int, ...] = (12,)  # of all rows
+    shape: tuple[int, ...] = (12,)  # the shape of x on all ranks together, without its columns
     frozen: tuple[str, ...] = ()  # "weight", "bias", "norm", "x"
-    alone: bool = False  # the first rank alone freezes them
-    unused: str = ""  # "y" or "z": what the first rank makes no use of
+    alone: bool = False  # only the first rank freezes them
+    unused: str = ""  # the result, "y" or "z", that the first rank does not use
     checkpoint: str = ""  # "reentrant" or "selective"
     compiled: bool = False
     dtype: torch.dtype = torch.float64
@@ -105,17 +103,17 @@ MANY = (  # on four ranks
 
 
 class Part(NamedTuple):
-    """What one rank has, sees and gets; in the reference float64."""
+    """The rows of x, the parameters and the gradients of results that one rank is given, in float64."""
 
     x: Tensor
     state: dict[str, Tensor]
     dy: Tensor
     dz: Tensor
-    dbias: Tensor  # of a bias that is returned
+    dbias: Tensor  # the gradient of a bias that is returned
 
 
 class Whole:
-    """All rows and the whole weight, and what follows for each rank."""
+    """All rows and the whole weight, the part of each rank, and its expected results and gradients."""
 
     def __init__(self, case: Case, ranks: int):
         self.case, self.ranks = case, ranks
@@ -134,7 +132,7 @@ class Whole:
         self.dy = normal(*case.shape, OUTS)
         self.dbias = normal(OUTS)
         gathered = options.get("return_layernorm_output_gathered")
-        # With the rows everywhere all ranks compute alike what follows z.
+        # Where every rank has all rows, all ranks must have the same gradient of z.
         of_rank = [self.x.shape if gathered or not case.sequence else self._rows(self.x, 0).shape] * ranks
         self.dz = [normal(*shape) for shape in of_rank] if case.sequence else [normal(*self.x.shape)] * ranks
 
@@ -142,14 +140,14 @@ class Whole:
         return tensor.chunk(self.ranks)[rank] if self.case.sequence and len(tensor) else tensor
 
     def _outs(self, rank: int) -> dict[str, slice]:
-        """Where the parts of a rank's weight lie in the whole."""
+        """Return the rows of the whole weight that a rank has, by the names of the weight's parts."""
         split = self.case.options.get("parameters_split") or {"": OUTS}
-        found, start = {}, 0
+        outs, start = {}, 0
         for name, size in split.items():
             own = size // self.ranks
-            found[name.rstrip("_")] = slice(start + rank * own, start + (rank + 1) * own)
+            outs[name.rstrip("_")] = slice(start + rank * own, start + (rank + 1) * own)
             start += size
-        return found
+        return outs
 
     def _columns(self, rank: int) -> Tensor:
         return torch.cat([torch.arange(OUTS)[part] for part in self._outs(rank).values()])
@@ -167,9 +165,9 @@ class Whole:
         return Part(self._rows(self.x, rank), state, self.dy[..., columns], self.dz[rank], self.dbias[columns])
 
     def expected(self) -> tuple[list[tuple], list[dict[str, Tensor]]]:
-        """For each rank its results (y, bias, z), and its gradients by name."""
+        """Return the results (y, bias, z) of each rank, and the gradients of each rank by name."""
         case, options, ranks = self.case, self.case.options, range(self.ranks)
-        # Leaves of each rank's own for the norm, so that their gradients are of the rows of that rank.
+        # Each rank has its own leaves of the norm, so that their gradients are sums over the rows of that rank.
         norms = [
             [None if t is None else t.clone().requires_grad_() for t in (self.ln_weight, self.ln_bias)] for _ in ranks
         ]
@@ -205,16 +203,16 @@ class Whole:
         for rank in ranks:
             columns = self._columns(rank)
             results.append((y[..., columns], None if bias is None else bias[columns], returned[rank]))
-            norm_of = norms[rank if case.sequence else 0]
-            found = {"x": self._rows(x.grad, rank), "layer_norm_weight": norm_of[0].grad}
-            if norm_of[1] is not None:
-                found["layer_norm_bias"] = norm_of[1].grad
+            ln_weight, ln_bias = norms[rank if case.sequence else 0]
+            own = {"x": self._rows(x.grad, rank), "layer_norm_weight": ln_weight.grad}
+            if ln_bias is not None:
+                own["layer_norm_bias"] = ln_bias.grad
             for name, outs in self._outs(rank).items():
                 prefix = f"{name}_" if name else ""
-                found[prefix + "weight"] = weight.grad[outs]
+                own[prefix + "weight"] = weight.grad[outs]
                 if bias is not None:
-                    found[prefix + "bias"] = bias.grad[outs]
-            gradients.append(found)
+                    own[prefix + "bias"] = bias.grad[outs]
+            gradients.append(own)
         return results, gradients
 
 
@@ -231,13 +229,13 @@ def make(case: Case, group: Any, device: str, **others: Any) -> LayerNormLinear:
     return LayerNormLinear(COLS, OUTS, device=device, params_dtype=case.dtype, **options)
 
 
-class Found(NamedTuple):
-    results: list[Tensor]  # y, bias, z, of those that are returned
+class Passes(NamedTuple):
+    results: list[Tensor]  # those of y, bias and z that are returned
     gradients: dict[str, Tensor | None]
 
 
-def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: str) -> Found:
-    """One forward and backward pass of this rank."""
+def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: str) -> Passes:
+    """Run one forward and backward pass of this rank."""
     frozen = case.frozen_by(first)
     module.load_state_dict({name: value.to(case.dtype) for name, value in part.state.items()})
     for name, parameter in module.named_parameters():
@@ -253,8 +251,8 @@ def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: st
         torch._dynamo.reset()
         call = torch.compile(module, fullgraph=True, backend="aot_eager")
     with torch.autocast(device, case.autocast) if case.autocast else contextlib.nullcontext():
-        found = call(x)
-    results = list(found) if isinstance(found, tuple) else [found]
+        results = call(x)
+    results = list(results) if isinstance(results, tuple) else [results]
     upstream = [part.dy]
     upstream += [part.dbias] if module.return_bias else []
     upstream += [part.dz] if module.return_layernorm_output else []
@@ -271,33 +269,31 @@ def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: st
             assert parameter.requires_grad or not added.any()
             gradient = added if parameter.requires_grad else None
         gradients[name] = gradient
-    return Found(results, gradients)
+    return Passes(results, gradients)
 
 
 def against_one_process(name: str, group: Any, device: str) -> None:
     case = CASES[name]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     whole = Whole(case, ranks)
-    results, gradients = (found[rank] for found in whole.expected())
-    found = run(make(case, group, device), case, whole.part(rank), rank == 0, device)
+    (y, bias, z), expected_gradients = (of_ranks[rank] for of_ranks in whole.expected())
+    passes = run(make(case, group, device), case, whole.part(rank), rank == 0, device)
     close = {"rtol": 1e-10, "atol": 1e-10} if case.dtype is torch.float64 else {"rtol": 4e-2, "atol": 0.15}
-    y, bias, z = results
     expected = [y]
-    expected += [case_bias(bias)] if case.options.get("return_bias") else []
-    expected += [z] if case.options.get("return_layernorm_output") else []
-    for one, other in zip(found.results, expected, strict=True):
-        assert one.dtype is (case.autocast or case.dtype)
-        assert_close(one.cpu().double(), other, **close)
-    for key, gradient in found.gradients.items():
+    if case.options.get("return_bias"):
+        expected.append(torch.empty(0, dtype=torch.float64) if bias is None else bias)
+    if case.options.get("return_layernorm_output"):
+        expected.append(z)
+    for result, expected_result in zip(passes.results, expected, strict=True):
+        assert result.dtype is (case.autocast or case.dtype)
+        assert_close(result.cpu().double(), expected_result, **close)
+    for key, gradient in passes.gradients.items():
         kind = "x" if key == "x" else "norm" if "norm" in key else "weight" if key.endswith("weight") else "bias"
         if kind in case.frozen_by(rank == 0):
             assert gradient is None, f"{key} is frozen"
             continue
-        assert_close(gradient.cpu().double(), gradients[key], **close, msg=lambda text, key=key: f"{key}: {text}")
-
-
-def case_bias(bias: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.float64) if bias is None else bias
+        expected_gradient = expected_gradients[key]
+        assert_close(gradient.cpu().double(), expected_gradient, **close, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def raises(error: type[Exception], phrase: str, call: Any) -> None:

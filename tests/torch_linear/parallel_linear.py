@@ -1,4 +1,4 @@
-"""What test_torch_linear_parallel starts for each rank: python parallel_linear.py RANK SIZE FILE DEVICE."""
+"""The program of each rank in test_torch_linear_parallel: python parallel_linear.py RANK SIZE FILE DEVICE."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parallel_cases import GROUPS, against_one_process
 from parallel_mistakes import MISTAKES
 from rank_pool import serve
 
-CHECKS = parallel_overlaps.CHECKS | parallel_rules.CHECKS | colwise.CHECKS  # of two ranks, on any device
+CHECKS = parallel_overlaps.CHECKS | parallel_rules.CHECKS | colwise.CHECKS  # for two ranks, on any device
 OTHERS = parallel_overlaps.ON_GPUS | colwise.ON_FOUR | {"dead": parallel_rules.beside_a_dead_rank}
 
 
 def answer(ranks: int, kind: str, name: str) -> None:
-    """A case, a check, or a mistake under which the case or check that it names must fail."""
+    """Run a case or a check, or put in a mistake and run the case or check that must fail under it."""
     if kind == "mistake":
         owner, attribute, wrong, name = MISTAKES[name]
         with mock.patch.object(owner, attribute, wrong):
@@ -46,4 +46,4 @@ def main(rank: int, size: int, file: str, device: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    os._exit(0)  # past what is checked: a thread of gloo may outlive torch
+    os._exit(0)  # at once: a thread of gloo may outlive torch and abort the process

@@ -1,4 +1,4 @@
-"""Mistakes that a case or a rule of LayerNormLinear over ranks must find: what is put in whose place, and which."""
+"""Mistakes that LayerNormLinear over ranks might have, each with the case or check that must find it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def gathered_gradient_after_the_sum(dy, dz, saved, step, ranks, *others):
 
 def norm_gradients_summed(*arguments):
     dx, *sums = RIGHT_NORM_GRADIENTS(*arguments)
-    for one in sums:
-        dist.all_reduce(one, group=GROUPS[2])
+    for gradient in sums:
+        dist.all_reduce(gradient, group=GROUPS[2])
     return dx, *sums
 
 
@@ -68,7 +68,7 @@ class TooEarly(symmetric._Gathering):
 
 
 class OfTheSender(symmetric._Summing):
-    """Not the rows that this rank wants."""
+    """Terms are read of the sender's rows, and not of those that this rank wants."""
 
     def _part(self, matrix, rank):
         return super()._part(matrix, rank if matrix is self._whole else 1 - rank)
@@ -83,6 +83,7 @@ def unmarked(self):
 
 RIGHT_SETTLING = LayerNormLinear._settle_parameters
 
+# Each mistake is (owner, attribute, what is put in its place, the case or check that must fail).
 MISTAKES = {
     "gradient of gathered z dropped": (
         call,

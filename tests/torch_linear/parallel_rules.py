@@ -1,4 +1,4 @@
-"""What holds of LayerNormLinear over ranks besides values: attributes, copies, groups, FP8, every refusal."""
+"""Checks of LayerNormLinear over ranks besides values in float64: FP8, attributes, copies, groups, every refusal."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from cunorm.torch.norm import repeats
 
 
 def float8(group: Any, device: str) -> None:
-    """One process's in FP8, where the largest numbers that scales are of lie on every rank.
+    """In FP8 each rank has its part of one process's results, with numbers that decide scales on every rank.
 
-    12 rows a rank: by columns they are padded to 16, and what is gathered of them is not.
+    A rank has 12 rows: they are padded to 16 when they are cast by columns, and gathered without the padding.
     """
     rank, ranks, cols, outs, rows = dist.get_rank(group), dist.get_world_size(group), 32, 64, 24
     recipes = [RowwiseScaling(), RowwiseScaling(high_precision_wgrad=True), Float8CurrentScaling()]
     random = torch.Generator().manual_seed(0)
     x, dy, dz = (torch.randn(rows, size, generator=random).to(device) for size in (cols, outs, cols))
-    x[1] *= 50  # a tensor's scale follows from all rows, a row's does not
+    x[1] *= 50  # decides the scale of a tensor, but not those of the other rows
     dy[:, :: outs // ranks] = 6.0
     overlaps = dict.fromkeys(OVERLAPS[:3], True)
     kinds = [{}, Z, ALL_Z, {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}, ALL_Z | overlaps]
@@ -79,23 +79,20 @@ def float8(group: Any, device: str) -> None:
             leaf, own_leaf = x.clone().requires_grad_(), x[own].clone().requires_grad_()
             with autocast(recipe=recipe):
                 y, z = alone(leaf)
-                found = module(own_leaf)
+                results = module(own_leaf)
             returned = module.return_layernorm_output
-            # A gradient of each rank's of all rows is summed over the ranks.
+            results = results if returned else (results,)
+            # Where each rank returns z of all rows, the gradients of z are summed over the ranks.
             torch.autograd.backward([y, z], [dy, dz * returned * (ranks if gathered else 1)])
-            if returned:
-                torch.autograd.backward(found, [dy[:, own_outs], dz if gathered else dz[own]])
-            else:
-                found.backward(dy[:, own_outs])
+            torch.autograd.backward(results, [dy[:, own_outs], dz if gathered else dz[own]][: len(results)])
             module.backward_dw()
-            results = found if returned else (found,)
             note = str((recipe, options, sequence))
             # A GPU's tensor cores add up less exactly, and in another order where there are fewer columns.
             off = 1e-4 if device == "cpu" else 4e-3
 
-            def near(one: Tensor, other: Tensor, note: str = note, off: float = off) -> None:
-                bounds = {"rtol": off, "atol": off * max(1.0, float(other.abs().max()))}
-                assert_close(one, other, **bounds, msg=lambda text: f"{note}: {text}")
+            def near(result: Tensor, expected: Tensor, note: str = note, off: float = off) -> None:
+                bounds = {"rtol": off, "atol": off * max(1.0, float(expected.abs().max()))}
+                assert_close(result, expected, **bounds, msg=lambda text: f"{note}: {text}")
 
             near(results[0], y[:, own_outs])
             if returned:
@@ -122,8 +119,9 @@ def fewer_gradients_wanted_by_one_in_float8(group: Any, device: str) -> None:
 
 
 def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
-    """Of two ranks the first wants fewer gradients, from its first call on or later: the rest are those of ranks that
-    want all, to the bit.
+    """When the first of two ranks wants fewer gradients, those that are still wanted keep their bits.
+
+    That rank wants fewer from its first call on, or only in a later call.
     """
     rank, rows, cols, outs = dist.get_rank(group), 24, 32, 64
     kinds = (
@@ -146,8 +144,8 @@ def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
             parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
         shard = given if not module.sequence_parallel else given.chunk(2)[rank]
         x = shard[:, :cols].clone().requires_grad_("x" not in frozen)
-        found = module(x)
-        results = found if isinstance(found, tuple) else (found,)
+        results = module(x)
+        results = results if isinstance(results, tuple) else (results,)
         upstream = [given[:, : outs // 2], given[:, :cols]]
         torch.autograd.backward(results, [dy[: len(y)] for y, dy in zip(results, upstream, strict=False)])
         if module.sequence_parallel or module.weight.requires_grad:
@@ -167,14 +165,14 @@ def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
                 expected = step(module, ())
                 for first, frozen in itertools.product((False, True), chosen):
                     own = frozen if rank == 0 else ()
-                    if first:  # as if no rank had wanted anything before
+                    if first:  # forgets what ranks wanted before
                         module.set_tensor_parallel_group(group)
-                    found = step(module, own)
+                    gradients = step(module, own)
                     gone = {"layer_norm_weight", "layer_norm_bias"} if "norm" in own else set()
                     note = (recipe, options, sequence, first, own)
-                    assert found.keys() == expected.keys() - gone - set(own), note
-                    for name, gradient in found.items():
-                        # A GPU adds up otherwise what one kernel finds alone.
+                    assert gradients.keys() == expected.keys() - gone - set(own), note
+                    for name, gradient in gradients.items():
+                        # On a GPU, a kernel that computes fewer gradients adds up in another order.
                         off = 1e-4 if own and device == "cuda" else 0
                         bounds = {"rtol": off, "atol": 10 * off}
                         assert_close(
@@ -183,7 +181,7 @@ def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
 
 
 def gradients_that_differ(group: Any, device: str) -> None:
-    """What no rank can make up for is refused on every rank: no_grad on one, compiled code, DTensors."""
+    """Ranks that want other gradients are refused under no_grad on one, in compiled code and with DTensors."""
     rank, x = dist.get_rank(group), torch.ones(2, COLS, dtype=torch.float64, device=device)
     phrase = "gradients must be enabled on every rank of the group or on none, as the backward pass of one rank waits"
     for sequence in (True, False):
@@ -207,7 +205,7 @@ def gradients_that_differ(group: Any, device: str) -> None:
 
 
 def attributes(group: Any, device: str) -> None:
-    """What Megatron reads from parameters, through everything that makes new ones."""
+    """Parameters keep the attributes that Megatron reads, through everything that makes new parameters."""
 
     def check(module: LayerNormLinear) -> None:
         assert (module.out_features, module.tp_size) == (OUTS // 2, 2)
@@ -215,8 +213,8 @@ def attributes(group: Any, device: str) -> None:
             if name.startswith("layer_norm"):
                 assert parameter.sequence_parallel is True, name
             else:
-                found = (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride)
-                assert found == (True, 0, 1), name
+                marks = (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride)
+                assert marks == (True, 0, 1), name
 
     module = make(Case(SPLIT), group, "meta")
     check(module)
@@ -245,12 +243,13 @@ def group_given_later(group: Any, device: str) -> None:
     raises(RuntimeError, "Tensor parallel group not initialized. Call set_tensor_parallel_group()", lambda: module(x))
     whole = Whole(case, 2)
     module.set_tensor_parallel_group(group)
-    found = run(module, case, whole.part(dist.get_rank(group)), False, device)
-    assert_close(found.results[0].cpu(), whole.expected()[0][dist.get_rank(group)][0])
+    rank = dist.get_rank(group)
+    y = run(module, case, whole.part(rank), False, device).results[0]
+    assert_close(y.cpu(), whole.expected()[0][rank][0])
 
 
 def no_communication(group: Any, device: str) -> None:
-    """parallel_mode=None: whole weights and one rank's work, but for the mark of the norm's parameters."""
+    """With parallel_mode=None each rank computes by itself, and only the norm's parameters are marked."""
     module = make(Case(options={"parallel_mode": None}), group, device)
     assert module.weight.shape == (OUTS, COLS)
     assert module.layer_norm_weight.sequence_parallel is True
@@ -279,7 +278,7 @@ def initialised_inside_the_tracker(group: Any, device: str) -> None:
 
 
 def refused(group: Any, device: str) -> None:
-    """Before any communication: no rank would answer it."""
+    """Errors come before any communication, which no other rank would answer."""
     alone, case, rank = GROUPS[1], Case(), dist.get_rank(group)
     for given in (1, 2):
         assert make(case, group, device, tp_size=given).tp_size == 2
@@ -325,7 +324,7 @@ def refused(group: Any, device: str) -> None:
 
 
 def kept(group: Any, device: str) -> None:
-    """For the backward pass x, parameters and statistics of this rank's rows; z of all rows where it is to be kept."""
+    """The forward pass keeps this rank's x and statistics and the parameters, and z of all rows only if asked to."""
     for keep in (False, True):
         module = make(Case(), group, device, keep_normalized=keep)
         x = torch.ones(6, COLS, dtype=torch.float64, device=device, requires_grad=True)
@@ -337,22 +336,22 @@ def kept(group: Any, device: str) -> None:
 
 
 def calls_like_an_earlier_one(group: Any, device: str) -> None:
-    """They find the same without its checks, several modules of the same shapes in turn; other calls are checked."""
+    """Calls like an earlier one have its results without its checks, of several modules in turn; others are checked."""
     options = ({}, Z, ALL_Z, SPLIT, {"keep_normalized": True}, {"zero_centered_gamma": True}, {"eps": 1e-3})
-    cases = [Case(one, sequence=sequence) for one in options for sequence in (True, False)]
+    cases = [Case(chosen, sequence=sequence) for chosen in options for sequence in (True, False)]
     modules = [make(case, group, device) for case in cases]
 
     def steps() -> list[Any]:
-        found = []
+        passes = []
         for module, case in zip(modules, cases, strict=True):
             module.zero_grad()
             part = Whole(case, 2).part(dist.get_rank(group))
             with torch.no_grad():
                 module(part.x.to(device).requires_grad_())
-            found.append(run(module, case, part, False, device))
-        return found
+            passes.append(run(module, case, part, False, device))
+        return passes
 
-    repeats._calls.clear()  # of other cases
+    repeats._calls.clear()  # forgets the calls of other cases
     expected = steps()
     unlike = [(3, torch.float64, True), (6, torch.float64, False), (6, torch.float32, True)]
     refusal = ValueError("LayerNormLinear: checked")
@@ -364,7 +363,7 @@ def calls_like_an_earlier_one(group: Any, device: str) -> None:
 
 
 def beside_a_dead_rank(group: Any, device: str) -> None:
-    """torch.distributed's error, not a wait without end and not a result; asked of the first rank alone."""
+    """The first rank, asked alone, raises torch.distributed's error: it neither waits for ever nor has a result."""
     module = LayerNormLinear(
         COLS, OUTS, tp_group=GROUPS[2], parallel_mode="column", sequence_parallel=True, device=device
     )
@@ -376,12 +375,12 @@ def beside_a_dead_rank(group: Any, device: str) -> None:
 
 
 def operators(group: Any, device: str) -> None:
-    """Their schemas and fake results, in torch's own test of operators."""
+    """Schemas and fake results of the operators pass torch's own checks."""
     x, weight, bias, gamma, beta = (
         torch.randn(*shape, device=device) for shape in ((2, 3, 8), (4, 8), (4,), (8,), (8,))
     )
     for returned, keep, sequence in itertools.product(("nothing", "local", "gathered"), (False, True), (True, False)):
-        if returned == "gathered" and not sequence:  # the same z
+        if returned == "gathered" and not sequence:  # each rank has all of z anyway
             continue
         step = Step("layer_norm", 1e-5, torch.float32, keep, returned=returned, numbers=WIDE)
         ranks = Group(group.group_name, 2, sequence, False, *[False] * 4)
@@ -398,7 +397,7 @@ def operators(group: Any, device: str) -> None:
 
 
 def rows_that_differ(group: Any, device: str) -> None:
-    """ValueError on every rank: at a module's first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL at each."""
+    """Every rank raises ValueError at a module's first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL at each."""
     rank = dist.get_rank(group)
     for sequence in (True, False):
         module = make(Case(sequence=sequence), group, device)

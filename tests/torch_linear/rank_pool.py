@@ -1,7 +1,7 @@
 """Processes that are the ranks of a torch.distributed group, started once and asked many times.
 
 The program they run, `python PROGRAM RANK SIZE FILE DEVICE`, reads a line of JSON for each question and answers with
-one (see `serve`). A rank that does not answer in time ends the pool: nothing waits for ever.
+a line of JSON (see `serve`). A rank that does not answer in time ends the pool, so that nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS = 90  # to answer, beyond the 60 s after which a collective gives up
+SECONDS = 90  # a rank must answer within these, which are more than the 60 after which a collective gives up
 
 
 class Pool:
     def __init__(self, program: Path, size: int, folder: Path, device: str):
-        # Before torch is imported there: no multicast between GPUs. Two cores serve all ranks.
+        # torch reads both when it is imported: use no multicast between GPUs, and one core for each rank.
         environment = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of other subjects
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}  # has the helpers of other subjects
         self.size = size
         self._processes, self._answers = [], []
         for rank in range(size):
@@ -42,20 +42,20 @@ class Pool:
             self._answers.append(answers)
 
     def ask(self, ranks: int, *question: Any) -> list[str]:
-        """What each of the first `ranks` ranks found wrong: a traceback, or nothing."""
+        """Return what each of the first `ranks` ranks answers: a traceback, or nothing."""
         for process in self._processes[:ranks]:
             process.stdin.write(json.dumps([ranks, *question]) + "\n")
             process.stdin.flush()
         end = time.monotonic() + SECONDS
-        found = []
+        replies = []
         for answers in self._answers[:ranks]:
             try:
-                found.append(json.loads(answers.get(timeout=max(0.0, end - time.monotonic()))))
+                replies.append(json.loads(answers.get(timeout=max(0.0, end - time.monotonic()))))
             except queue.Empty:
-                found.append(f"no answer to {question} within {SECONDS} s")
-        if any(one.startswith("no answer") for one in found):
+                replies.append(f"no answer to {question} within {SECONDS} s")
+        if any(reply.startswith("no answer") for reply in replies):
             self.close()
-        return found
+        return replies
 
     def end(self, rank: int) -> None:
         self._processes[rank].kill()
@@ -76,11 +76,11 @@ def _read(process: subprocess.Popen, answers: queue.Queue[str]) -> None:
 
 
 def serve(answer: Callable[..., None]) -> None:
-    """In a rank: calls answer(*question) for each question, and says what it raised."""
+    """Call answer(*question) for each question that this rank is asked, and reply with what it raised."""
     for line in sys.stdin:
         try:
             answer(*json.loads(line))
-            found = ""
+            reply = ""
         except Exception:
-            found = traceback.format_exc()
-        print(json.dumps(found), flush=True)
+            reply = traceback.format_exc()
+        print(json.dumps(reply), flush=True)

@@ -1,5 +1,4 @@
-"""torch's launching of what makes operands in 8 bits: the table of float8_casts.py by tensors, on the stand-in and on a
-GPU."""
+"""Casts of tensors to FP8 operands are held to the table of float8_casts.py, on the stand-in and on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ON_A_GPU = [*SHAPES, (4000, 64), (1000, 4096), (513, 12288), (70, 28672), (300, 
 
 @pytest.fixture(params=DEVICES)
 def kind(request, monkeypatch) -> str:
-    """The device of the tensors; those on the CPU are launched on the stand-in."""
+    """Return the device of the tensors, and let those on the CPU launch on the stand-in."""
     if request.param == "cuda":
         return "cuda"
     on_the_stand_in(monkeypatch, casts)
@@ -67,11 +66,11 @@ def test_rows_then_columns(kind, dtype):
         for name, power_2 in (("e4m3", False), ("e5m2", True)):
             options = {"power_2_scale": power_2}
             given = to(kind, a)
-            found = casts.cast_rows(given, name, column_sums=True, column_amax=True, **options)
-            check_rows(a, Rows(*map(back, found)), name, power_of_2=power_2)
+            rows_cast = casts.cast_rows(given, name, column_sums=True, column_amax=True, **options)
+            check_rows(a, Rows(*map(back, rows_cast)), name, power_of_2=power_2)
             rounded = casts.cast_rows(given, name, column_sums=True, sum_dtype=torch.bfloat16, **options)[2]
-            numpy.testing.assert_array_equal(back(rounded), back(found[2].bfloat16()))
-            columns = casts.cast_columns(given, found[3], name, **options)
+            numpy.testing.assert_array_equal(back(rounded), back(rows_cast[2].bfloat16()))
+            columns = casts.cast_columns(given, rows_cast[3], name, **options)
             maxima = largest_of(a.astype("float32"), 0)
             check_columns(a.astype("float32"), *map(back, columns), maxima, name, power_of_2=power_2)
 
@@ -79,17 +78,17 @@ def test_rows_then_columns(kind, dtype):
 def test_a_scale_that_is_given(kind):
     a = matrix(37, 72, "bfloat16")
     scale = to(kind, numpy.float32([0.03]).reshape(()))
-    found, same, sums, amax = casts.cast_rows(to(kind, a), scale=scale, column_sums=True)
+    a8, same, sums, amax = casts.cast_rows(to(kind, a), scale=scale, column_sums=True)
     assert same is scale
     assert amax is None
-    check_rows(a, Rows(back(found), None, back(sums), None), "e4m3", given=0.03)
-    found, same = casts.cast_columns(to(kind, a), None, scale=scale)
+    check_rows(a, Rows(back(a8), None, back(sums), None), "e4m3", given=0.03)
+    a8, same = casts.cast_columns(to(kind, a), None, scale=scale)
     assert same is scale
-    check_columns(a.astype("float32"), back(found), None, None, "e4m3", given=0.03)
+    check_columns(a.astype("float32"), back(a8), None, None, "e4m3", given=0.03)
 
 
 def test_right_operands(kind):
-    """Cast where they are wanted, with the strides that views have."""
+    """A cast for the right side of a product has the bits and strides of a view of a plain cast."""
     a = to(kind, matrix(37, 72, "bfloat16"))
     amax = casts.cast_rows(a, column_amax=True)[3]
     for given in (None, to(kind, numpy.float32([0.03]).reshape(()))):
@@ -98,10 +97,9 @@ def test_right_operands(kind):
             lambda **options: casts.cast_columns(a, amax, **options),
         )
         for cast in casting:
-            found, expected = cast(scale=given, right=True), as_right(*cast(scale=given))
-            for one, other in zip(found, expected, strict=True):
-                assert (one.shape, one.stride()) == (other.shape, other.stride())
-                numpy.testing.assert_array_equal(back(one), back(other))
+            for result, view in zip(cast(scale=given, right=True), as_right(*cast(scale=given)), strict=True):
+                assert (result.shape, result.stride()) == (view.shape, view.stride())
+                numpy.testing.assert_array_equal(back(result), back(view))
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "zero_centered_rms_norm"])
@@ -110,29 +108,29 @@ def test_normalised_columns(kind, operation):
         x = matrix(rows, cols, "bfloat16")
         gamma, beta = parameters(cols, "float32", "bfloat16")
         mean, rstd = saved(x, operation)
-        statistics = numpy.stack([one for one in (mean, rstd) if one is not None])
-        given = [to(kind, one) for one in (x, statistics, gamma, beta)]
-        found, scales = map(back, casts.normalised_columns(*given, operation))
+        statistics = numpy.stack([statistic for statistic in (mean, rstd) if statistic is not None])
+        given = [to(kind, array) for array in (x, statistics, gamma, beta)]
+        z8, scales = map(back, casts.normalised_columns(*given, operation))
         z, bound = normalised(x, mean, rstd, gamma, beta, operation)
-        check_columns(z, found, scales, bound, "e4m3")
+        check_columns(z, z8, scales, bound, "e4m3")
 
 
 def test_scaled(kind):
     random = numpy.random.default_rng(0)
     product = random.standard_normal((16, 48)).astype("float32")
     rows, columns, bias = (random.standard_normal(size).astype("float32") for size in (16, 48, 48))
-    y = casts.scaled(*(to(kind, one) for one in (product, rows, columns, bias)), torch.float32)
+    y = casts.scaled(*(to(kind, array) for array in (product, rows, columns, bias)), torch.float32)
     numpy.testing.assert_array_equal(back(y), product * rows[:, None] * columns + bias)
-    y = casts.scaled(*(to(kind, one) for one in (product, rows, columns)), None, torch.float32)
+    y = casts.scaled(*(to(kind, array) for array in (product, rows, columns)), None, torch.float32)
     numpy.testing.assert_array_equal(back(y), product * rows[:, None] * columns)
 
 
 def test_nothing_to_cast(kind):
-    found, scale, sums, amax = casts.cast_rows(torch.empty(0, 32, device=kind), column_sums=True, column_amax=True)
-    assert (found.shape, scale.shape) == ((0, 32), (0,))
+    a8, scale, sums, amax = casts.cast_rows(torch.empty(0, 32, device=kind), column_sums=True, column_amax=True)
+    assert (a8.shape, scale.shape) == ((0, 32), (0,))
     assert back(sums).tolist() == back(amax).tolist() == [0] * 32
-    found, scale = casts.cast_columns(torch.empty(0, 32, device=kind), amax)
-    assert (found.shape, back(scale).tolist()) == ((32, 0), [1] * 32)
+    a8, scale = casts.cast_columns(torch.empty(0, 32, device=kind), amax)
+    assert (a8.shape, back(scale).tolist()) == ((32, 0), [1] * 32)
 
 
 def test_float64_is_refused(kind):
@@ -144,14 +142,13 @@ def test_float64_is_refused(kind):
 def test_the_same_bits_every_time():
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     first, again = (casts.cast_rows(a, column_sums=True, column_amax=True) for _ in range(2))
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(first, again, strict=True)
-    )
+    pairs = zip(first, again, strict=True)
+    assert all(torch.equal(before.view(torch.uint8), after.view(torch.uint8)) for before, after in pairs)
 
 
 @pytest.mark.gpu
 def test_a_product_of_what_was_cast():
-    """All three of a linear layer, with the scales of their rows: close to those of the numbers themselves."""
+    """Products of a linear layer with per-row scales are close to those of the numbers themselves."""
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
     x8, x_scale, _, _ = casts.cast_rows(x)

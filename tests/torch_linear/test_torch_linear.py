@@ -25,8 +25,6 @@ from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
 from cunorm.torch.norm import repeats  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
-
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -96,12 +94,9 @@ def test_the_gradient_of_z_joins_before_the_norm(device, keep, op):
     there = [t for t in inputs if t is not None]
     gradients = iter(torch.autograd.grad(both(), there, (dy, dz)))
     check_backward(call, [None if t is None else array(next(gradients)) for t in inputs])
-    # One of the two alone.
-    y, z = both()
-    alone = torch.autograd.grad(y, there, dy)
-    of_y = call._replace(dz=None)
-    gradients = iter(alone)
-    check_backward(of_y, [None if t is None else array(next(gradients)) for t in inputs])
+    # Only one of the two has a gradient.
+    gradients = iter(torch.autograd.grad(both()[0], there, dy))
+    check_backward(call._replace(dz=None), [None if t is None else array(next(gradients)) for t in inputs])
     _, z = both()
     wanted = [there[0], *there[3:]]
     of_z = [array(g) for g in torch.autograd.grad(z, wanted, dz)]
@@ -165,7 +160,7 @@ def test_what_is_kept_for_the_backward_pass(device, keep):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer_norm_linear(*inputs, keep_normalized=keep)
-    assert sum(t.shape == inputs[0].shape for t in kept) == 1 + keep  # x, and z
+    assert sum(t.shape == inputs[0].shape for t in kept) == 1 + keep  # these are x, and z if it is kept
 
 
 @pytest.mark.gpu
@@ -211,10 +206,10 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
     weight, bias, ln_weight, ln_bias = (p.requires_grad_() for p in parameters)
     dy = torch.randn(rows, outs, device="cuda", dtype=torch.bfloat16)
 
-    def two():
+    def two_operators():
         return F.linear(F.layer_norm(x, (cols,), ln_weight, ln_bias), weight, bias)
 
-    def one():
+    def fused():
         return layer_norm_linear(x, weight, bias, ln_weight, ln_bias, keep_normalized=keep)
 
     def peak(function):
@@ -228,8 +223,8 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
         return torch.cuda.max_memory_allocated() - before
 
     z = rows * cols * 2
-    workspace = 2 * 132 * 2 * cols * 4  # partial rows of dweight and dbias
-    saved = peak(two) - peak(one)
+    workspace = 2 * 132 * 2 * cols * 4  # partial sums of dweight and dbias
+    saved = peak(two_operators) - peak(fused)
     assert saved >= (0 if keep else z) - workspace
 
 
@@ -238,7 +233,7 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
 @pytest.mark.parametrize("cols", [7, 64, 1000, 4096, 12288, 65536, 131073])
 @pytest.mark.parametrize("rows", [1, 33, 700, 3000])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
-    """Of few rows dz is read to the end, beside what writes dx: there dx has memory of its own."""
+    """With few rows, dz is read while dx is written, so dx has memory of its own."""
     from cunorm.torch.norm import calls, dispatch, launching
 
     x, dz, weight = (

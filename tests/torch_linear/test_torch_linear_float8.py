@@ -1,6 +1,6 @@
-"""LayerNormLinear in FP8: every keyword by every recipe, results in 8 bits, what is refused, training, graphs.
+"""LayerNormLinear in FP8: every keyword by every recipe, results in 8 bits, refusals, training and CUDA graphs.
 
-On the CPU products are emulated, of the same bytes. Every case runs on a GPU too.
+On the CPU, products are emulated with the same bytes. Every case runs on a GPU too.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 @by_recipe
 @pytest.mark.parametrize("options", KEYWORDS.values(), ids=list(KEYWORDS))
 def test_every_keyword_by_every_recipe(device, options, recipe):
-    """Against the same module in float64 without FP8."""
+    """Results are near those of the same module in float64 without FP8."""
     module = make(device, **options)
     wide = copy.deepcopy(module).double()
     x, dy = inputs(device)
     expected = step(wide, x.double(), dy.double())
     with autocast(recipe=recipe):
-        found = step(module, x, dy)
-    assert len(found.outputs) == len(expected.outputs)
-    assert relative(found.outputs[0], expected.outputs[0]) <= ERROR["e4m3"]
-    for a, b in zip(found.outputs[1:], expected.outputs[1:], strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-    assert found.gradients.keys() == expected.gradients.keys()
-    gradient = recipe.scheme.gradient
-    for name, b in expected.gradients.items():
-        a = found.gradients[name]
+        results = step(module, x, dy)
+    assert len(results.outputs) == len(expected.outputs)
+    assert relative(results.outputs[0], expected.outputs[0]) <= ERROR["e4m3"]
+    for output, expected_output in zip(results.outputs[1:], expected.outputs[1:], strict=True):
+        torch.testing.assert_close(output.double(), expected_output, rtol=1e-4, atol=1e-4)
+    assert results.gradients.keys() == expected.gradients.keys()
+    bound = ERROR[recipe.scheme.gradient]
+    for name, expected_gradient in expected.gradients.items():
+        gradient = results.gradients[name]
         if name.endswith("bias") and "norm" not in name:
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-2)
+            torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-2)
         else:
-            assert relative(a, b) <= ERROR[gradient], (name, relative(a, b))
+            assert relative(gradient, expected_gradient) <= bound, (name, relative(gradient, expected_gradient))
 
 
 @on_devices
@@ -79,21 +79,21 @@ def test_dtypes_and_numbers_of_rows(device, rows, dtype, recipe):
     x, dy = inputs(device, dtype, rows)
     dy = dy / 64
     with autocast(recipe=recipe):
-        found = step(module, x, dy)
-    assert [o.dtype for o in found.outputs] == [dtype] * 2
-    assert all(g.dtype is dtype for g in found.gradients.values())
+        results = step(module, x, dy)
+    assert [o.dtype for o in results.outputs] == [dtype] * 2
+    assert all(g.dtype is dtype for g in results.gradients.values())
     expected = step(copy.deepcopy(module).double(), x.double(), dy.double())
     if not rows:
-        assert not any(g.any() for g in found.gradients.values())
+        assert not any(g.any() for g in results.gradients.values())
         return
-    assert relative(found.outputs[0], expected.outputs[0]) <= ERROR["e4m3"]
-    assert relative(found.gradients["weight"], expected.gradients["weight"]) <= ERROR["e5m2"]
-    assert relative(found.gradients["x"], expected.gradients["x"]) <= ERROR["e5m2"] + 0.01
+    assert relative(results.outputs[0], expected.outputs[0]) <= ERROR["e4m3"]
+    assert relative(results.gradients["weight"], expected.gradients["weight"]) <= ERROR["e5m2"]
+    assert relative(results.gradients["x"], expected.gradients["x"]) <= ERROR["e5m2"] + 0.01
 
 
 @on_devices
 def test_torch_autocast(device):
-    """y and z in autocast's dtype; weight goes to 8 bits from its own."""
+    """y and z have autocast's dtype, but weight is rounded to 8 bits from its own."""
     module = make(device, return_layernorm_output=True, return_bias=True)
     x, dy = inputs(device)
     with autocast(), torch.autocast(device, torch.bfloat16):
@@ -120,10 +120,10 @@ def test_frozen_parameters(device, recipe, frozen):
         module.zero_grad()
         x.grad = None
         module(x).backward(dy)
-    found = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
-    assert [name for name, g in found.items() if g is None] == [n for n in expected if n in frozen]
-    for name, gradient in found.items():
-        if gradient is not None and name == "bias":  # a kernel that finds no largest values may add up in another order
+    gradients = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+    assert [name for name, g in gradients.items() if g is None] == [n for n in expected if n in frozen]
+    for name, gradient in gradients.items():
+        if gradient is not None and name == "bias":  # a kernel that needs no maxima may add up in another order
             torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-4)
         elif gradient is not None:
             assert same(gradient, expected[name])
@@ -131,7 +131,7 @@ def test_frozen_parameters(device, recipe, frozen):
 
 @on_devices
 def test_a_row_does_not_depend_on_others(device):
-    """Its bytes and scales; the product itself may add up in another order where there are other numbers of rows."""
+    """A row's bytes and scales are its own, but a product of another number of rows may add up in another order."""
     module = make(device)
     x, dy = inputs(device)
     with autocast():
@@ -141,7 +141,7 @@ def test_a_row_does_not_depend_on_others(device):
         part = x[100:150].detach().requires_grad_()
         y_part = module(part)
         y_part.backward(dy[100:150])
-    # A GPU's tensor cores keep about 13 bits of a sum that is added up fast.
+    # With fast accumulation, a GPU's tensor cores keep about 13 bits of a sum.
     tolerance = 1e-5 if device == "cpu" else 2.0**-10
     torch.testing.assert_close(y_part, y[100:150], rtol=tolerance, atol=4 * tolerance)
     torch.testing.assert_close(part.grad, whole[100:150], rtol=10 * tolerance, atol=4 * tolerance)
@@ -150,7 +150,7 @@ def test_a_row_does_not_depend_on_others(device):
 @on_devices
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_an_overflow_is_seen(device, bad):
-    """By a gradient scaler: in dx of that row and in dweight."""
+    """A gradient scaler sees it in dx of that row and in dweight."""
     check_overflow(device, bad)
 
 
@@ -175,11 +175,11 @@ def test_y_in_8_bits(device, recipe):
     module = make(device, return_bias=True)
     x = inputs(device)[0].detach().view(2, 100, COLS)
     with autocast(recipe=recipe), torch.no_grad():
-        (found, scale), bias = module(x, fp8_output=True)
+        (y8, scale), bias = module(x, fp8_output=True)
         y, _ = module(x)
         expected, expected_scale, _, _ = cast_rows(y.view(ROWS, OUTS))
-    assert (found.shape, scale.shape) == ((2, 100, OUTS), (2, 100))
-    assert same(found, expected.view(2, 100, OUTS))
+    assert (y8.shape, scale.shape) == ((2, 100, OUTS), (2, 100))
+    assert same(y8, expected.view(2, 100, OUTS))
     assert same(scale, expected_scale.view(2, 100))
     assert same(bias, module.bias)
 
@@ -217,7 +217,7 @@ def test_what_is_refused(device, bad):
 
 
 def test_a_gpu_without_it_is_never_served_in_silence(monkeypatch):
-    """The check that a call on a GPU goes through."""
+    """Calls on a GPU go through this check, which refuses them if the GPU has no FP8."""
     monkeypatch.setattr(followed, "why_not", lambda index: "this GPU has 8.0")
 
     class OnGpu(NamedTuple):
@@ -251,7 +251,7 @@ def test_no_second_derivative():
 
 @pytest.mark.slow
 def test_training():
-    """100 steps of a small GPT: the loss within 0.5% of that in float32, and the gradients of the first step."""
+    """A small GPT has, after 100 steps, a loss within 0.5% of that in float32, and its first gradients are near too."""
     size = Size(layers=2, width=64, heads=2, context=32, batch=8)
     plain = train(None, 100, size, "cpu", False)
     assert plain.losses[0] > 5
@@ -263,7 +263,7 @@ def test_training():
         assert run.cosines[1] >= 0.998
 
 
-# On a GPU alone.
+# Only on a GPU.
 
 
 @pytest.mark.gpu
@@ -321,15 +321,15 @@ def test_the_host_waits_for_nothing(recipe):
 @by_recipe
 @pytest.mark.parametrize("options", [{}, {"normalization": "RMSNorm", "zero_centered_gamma": True}], ids=str)
 def test_a_gpu_does_as_the_emulation(options, recipe):
-    """One rounding of a statistic apart."""
+    """The GPU's statistics may be one rounding apart from the emulation's."""
     module = make("cuda", torch.bfloat16, return_layernorm_output=True, **options)
     x, dy = inputs("cuda", torch.bfloat16)
     host = copy.deepcopy(module).cpu()
     with autocast(recipe=recipe):
-        found, expected = step(module, x, dy), step(host, x.cpu(), dy.cpu())
-    assert relative(found.outputs[0].cpu(), expected.outputs[0]) < 5e-3
+        results, expected = step(module, x, dy), step(host, x.cpu(), dy.cpu())
+    assert relative(results.outputs[0].cpu(), expected.outputs[0]) < 5e-3
     for name, gradient in expected.gradients.items():
-        assert relative(found.gradients[name].cpu(), gradient) < 5e-3
+        assert relative(results.gradients[name].cpu(), gradient) < 5e-3
 
 
 @by_recipe
@@ -349,6 +349,6 @@ def test_a_dispatch_mode_for_the_backward_pass_sees_it(recipe):
         expected = torch.autograd.grad(module(x), wanted, dy)
         y = module(x)
     with Mode():
-        found = torch.autograd.grad(y, wanted, dy)
+        gradients = torch.autograd.grad(y, wanted, dy)
     assert seen.count("cunorm.norm_linear_backward.default") == 1
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

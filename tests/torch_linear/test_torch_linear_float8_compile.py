@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ids=["row", "row, wide wgrad", "tensor"],
 )
 def test_compiled_whole(device, recipe, options, backend):
-    """One graph, the bits of eager mode; another recipe is compiled anew."""
+    """The module compiles into one graph with eager mode's results, and anew for another recipe."""
     _dynamo.reset()
     module = make(device, return_bias=True, return_layernorm_output=True, **options)
     compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
@@ -44,8 +44,8 @@ def test_compiled_whole(device, recipe, options, backend):
     for rows in (48, 200):
         x, dy = inputs(device, rows=rows)
         with autocast(recipe=recipe):
-            found, expected = gradients(compiled, x, dy), gradients(module, x, dy)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            results, expected = gradients(compiled, x, dy), gradients(module, x, dy)
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
     with autocast(recipe=recipe), torch.no_grad():
         torch.testing.assert_close(compiled(x), module(x))
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
@@ -59,10 +59,10 @@ def test_compiled_whole(device, recipe, options, backend):
 @pytest.mark.parametrize("wants", [False, True])
 def test_opcheck(device, wants, recipe):
     module, (x, dy) = make(device), inputs(device, rows=32)
-    of_wide = torch.float32, torch.float32
 
     def options(returned, wanted):
-        step = Step("layer_norm", 1e-5, torch.float32, False, 0, 0, returned, *of_wide, Float8(recipe.scheme))
+        dtypes = torch.float32, torch.float32
+        step = Step("layer_norm", 1e-5, torch.float32, False, 0, 0, returned, *dtypes, Float8(recipe.scheme))
         return operators.flat(step, ALONE, wanted)
 
     given = [t.detach() for t in (x, module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)]
@@ -86,11 +86,12 @@ def test_compiled_with_torch_autocast_and_a_recipe_of_its_own(device):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x, dy = inputs(device)
     with torch.autocast(device, torch.bfloat16):
-        found, expected = compiled(x), module(x)
-    assert found.dtype is torch.bfloat16
-    assert same(found, expected)
-    a, b = (torch.autograd.grad(y, [x, *module.parameters()], dy.bfloat16()) for y in (found, expected))
-    assert all(same(one, other) for one, other in zip(a, b, strict=True))
+        y, expected_y = compiled(x), module(x)
+    assert y.dtype is torch.bfloat16
+    assert same(y, expected_y)
+    wanted = [x, *module.parameters()]
+    gradients, expected = (torch.autograd.grad(result, wanted, dy.bfloat16()) for result in (y, expected_y))
+    assert all(same(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 @on_devices
@@ -116,5 +117,5 @@ def test_compiled_with_a_break_in_the_graph(device):
         kept = module._fp8_weights._cached
         assert same(compiled(x, is_first_microbatch=False), module(x))
         assert module._fp8_weights._cached is kept
-        found, expected = compiled(x, fp8_output=True), module(x, fp8_output=True)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+        results, expected = compiled(x, fp8_output=True), module(x, fp8_output=True)
+    assert all(same(a, b) for a, b in zip(results, expected, strict=True))

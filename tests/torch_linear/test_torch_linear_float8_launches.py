@@ -1,4 +1,4 @@
-"""What LayerNormLinear launches in FP8 for tensors of a GPU: here on the stand-in, its products emulated."""
+"""Launches of LayerNormLinear in FP8 for tensors of a GPU run on the stand-in, and its products are emulated."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 COLS, OUTS = 64, 96
 FEW, MANY = 20, 40
-CAST_ROWS = {"CastRows": 1, "ReduceColumns": 1}  # partial rows of the columns' sums and maxima are added up
+CAST_ROWS = {"CastRows": 1, "ReduceColumns": 1}  # the second adds up partial sums and maxima of the columns
 WEIGHT = Counter(CAST_ROWS | {"CastColumns": 1})
 FORWARD = Counter({"NormSpec": 1})
-# dy by rows and by columns, z by columns, the gradients of the norm.
+# The kernels cast dy by rows and by columns and z by columns, and compute the gradients of the norm.
 BACKWARD = Counter(CAST_ROWS | {"CastColumns": 2, "FewRowsSpec": 1})
 
 
@@ -38,7 +38,7 @@ def few_rows(monkeypatch) -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
-    """Tensors on the CPU say that they are on a GPU."""
+    """Let tensors on the CPU say that they are on a GPU."""
     launches = on_the_stand_in(monkeypatch, float8_arithmetic)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -52,10 +52,10 @@ def inputs(*shape: int, dtype: Any = torch.bfloat16) -> tuple[Any, Any]:
 
 
 def launched(launches: Launches) -> Counter:
-    """Kernels by their kind, since this was asked last."""
-    found = Counter(type(step.spec).__name__ for plan in launches.plans for step in plan.steps)
+    """Return how many kernels of each kind were launched since the last call."""
+    kinds = Counter(type(step.spec).__name__ for plan in launches.plans for step in plan.steps)
     launches.plans.clear()
-    return found
+    return kinds
 
 
 def test_as_many_kernels_as_need_be(on_a_gpu):
@@ -85,7 +85,7 @@ def test_as_many_kernels_as_need_be(on_a_gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"normalization": "RMSNorm", "return_layernorm_output": True}], ids=str)
 def test_a_launch_does_as_the_emulation(request, options):
-    """What is kept of calls is by their layouts: other numbers of rows, dtypes and strides follow one another."""
+    """Calls of other numbers of rows, dtypes and strides follow one another, as what is kept goes by layouts."""
     cases = []
     for dtype in (torch.bfloat16, torch.float32):
         module = make(dtype=dtype, cols=COLS, outs=OUTS, **options)
@@ -95,26 +95,27 @@ def test_a_launch_does_as_the_emulation(request, options):
     with autocast():
         expected = [step(*case) for case in cases]
         request.getfixturevalue("on_a_gpu")
-        found = [step(*case) for case in cases]
-    for a, b in zip(found, expected, strict=True):
-        for one, other in zip(a.outputs, b.outputs, strict=True):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert relative(one, other) < 8e-3  # bytes beside a boundary, a statistic apart
-        for name, gradient in a.gradients.items():
-            assert relative(gradient, b.gradients[name]) < 8e-3, name
+        launches = [step(*case) for case in cases]
+    for results, emulated in zip(launches, expected, strict=True):
+        for output, emulated_output in zip(results.outputs, emulated.outputs, strict=True):
+            assert (output.shape, output.dtype) == (emulated_output.shape, emulated_output.dtype)
+            # Statistics may differ by a rounding, and so may bytes beside a boundary.
+            assert relative(output, emulated_output) < 8e-3
+        for name, gradient in results.gradients.items():
+            assert relative(gradient, emulated.gradients[name]) < 8e-3, name
 
 
 def test_what_is_kept_does_not_go_stale(on_a_gpu):
-    """After a change of the recipe, of weight, of its dtype or of the norm's parameters: the bits of a new module."""
+    """After a change of recipe, weight, its dtype or the norm's parameters, a module has the bits of a new one."""
     module, (x, _) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS).eval(), inputs(40)
 
     def as_if_new(recipe: Any = None) -> None:
         with autocast(recipe=recipe), torch.no_grad():
-            found, again = module(x), module(x)
+            first, again = module(x), module(x)
             fresh = make(dtype=module.weight.dtype, cols=COLS, outs=OUTS)
             fresh.load_state_dict(module.state_dict())
             expected = fresh(x)
-        assert same(found, expected)
+        assert same(first, expected)
         assert same(again, expected)
 
     as_if_new()
@@ -148,7 +149,7 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_how_long_the_bytes_of_dy_are_held(monkeypatch, beside):
-    """Side by side until both halves of the backward pass are done, else no longer than they are read."""
+    """They are held until both halves of the backward pass are done if these run side by side, else while read."""
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
     end_dz, there = in_float8._Products.end_dz, []
 

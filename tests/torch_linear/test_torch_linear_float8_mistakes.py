@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def square(device: str) -> None:
-    """As many rows as columns of weight, so that scales of one can be taken for those of the other."""
+    """weight has as many rows as columns, so that scales of one could be mistaken for those of the other."""
     module = make(device, cols=64, outs=64)
     with torch.no_grad():
         module.weight.mul_((random(64, 1, seed=5) * 2).exp().to(module.weight))
@@ -39,17 +39,17 @@ def square(device: str) -> None:
     dy = random(40, 64, dtype=torch.float32, seed=1)
     expected = step(copy.deepcopy(module).double(), x.double(), dy.double())
     with autocast():
-        found = step(module, x, dy)
-    assert relative(found.gradients["x"], expected.gradients["x"]) <= ERROR["e4m3"]
+        results = step(module, x, dy)
+    assert relative(results.gradients["x"], expected.gradients["x"]) <= ERROR["e4m3"]
 
 
 def wrong_columns(weight, scheme, wants_columns):
-    found = quantised(weight, scheme, wants_columns)
-    return found._replace(column_scale=found.row_scale) if wants_columns else found
+    weights = quantised(weight, scheme, wants_columns)
+    return weights._replace(column_scale=weights.row_scale) if wants_columns else weights
 
 
 def wrong_backward(dy, dz, saved, step, *others):
-    recipe = followed._innermost  # False outside of all contexts, None for no FP8
+    recipe = followed._innermost  # is False outside of all contexts, and None for no FP8
     if recipe:
         step = step._replace(numbers=float8.Float8(recipe.scheme))
     return gradients(dy, dz, saved, step, *others)
@@ -63,9 +63,9 @@ BOUND, PADDED, LARGEST_OF = float8_arithmetic.bound, float8_arithmetic._padded, 
 
 
 def padded_with_ones(values):
-    found = PADDED(values)
-    found[:, len(values) :] = 1
-    return found
+    padded = PADDED(values)
+    padded[:, len(values) :] = 1
+    return padded
 
 
 def static_scales() -> None:
@@ -78,8 +78,8 @@ def casts() -> None:
 
 
 def cast_rows_of_bytes(a, dtype="e4m3", **options):
-    found, scale, sums, amax = cast_rows(a, dtype, **options)
-    return found, scale, None if sums is None else (found.float() * scale[:, None]).sum(0), amax
+    a8, scale, sums, amax = cast_rows(a, dtype, **options)
+    return a8, scale, None if sums is None else (a8.float() * scale[:, None]).sum(0), amax
 
 
 MISTAKES = {

@@ -1,6 +1,6 @@
-"""Operands in 8 bits and the products of LayerNormLinear in FP8: bytes to the bit, products against float64.
+"""Operands of LayerNormLinear in FP8 have the defined bytes, and its products are near those in float64.
 
-On the CPU products are emulated, of the same bytes. Every case runs on a GPU too.
+On the CPU, products are emulated with the same bytes. Every case runs on a GPU too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from cunorm.torch.linear.parallel import ALONE  # noqa: E402
 from cunorm.torch.linear.step import Saved, Step, forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ELEMENT = 2.0**-3  # of Σ |a||b|: 2^-4 of each operand
-E5M2_ELEMENT = 2.0**-2 * 0.75  # 2^-3 of one and 2^-4 of the other
+# An element of a product may be off by this part of Σ |a||b|: an operand is off by 2^-4 of itself, in e5m2 by 2^-3.
+ELEMENT = 2.0**-3
+E5M2_ELEMENT = 2.0**-2 * 0.75
 FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -42,11 +43,11 @@ def bits(tensor: Any) -> Any:
     return tensor.cpu().view(torch.uint8).numpy()
 
 
-# Casts: what the bytes are.
+# The bytes of casts.
 
 
-def check_scaled(found: Any, scale: Any, values: Any, dtype: str, power_2: bool) -> None:
-    """Rows of `values`, float32 in NumPy: ml_dtypes' rounding of each times q, to the bit."""
+def check_scaled(cast: Any, scale: Any, values: Any, dtype: str, power_2: bool) -> None:
+    """Assert that rows of `cast` are ml_dtypes' rounding of the float32 rows of `values` times their multipliers."""
     largest = numpy.float32(LARGEST[dtype])
     with numpy.errstate(all="ignore"):
         amax = abs(values).max(1, initial=0)
@@ -55,17 +56,15 @@ def check_scaled(found: Any, scale: Any, values: Any, dtype: str, power_2: bool)
             q = numpy.where(numpy.isnan(q), q, (q.view("int32") & 0x7F800000).view("float32"))
         rounded = (values * q[:, None]).clip(-largest, largest).astype(FORMATS[dtype])
         expected = numpy.where(amax == 0, 1, 1 / q)
-    nan = numpy.isnan(rounded.astype("float32"))  # of either sign
-    numpy.testing.assert_array_equal(
-        numpy.where(nan, found & 0x7F, found), numpy.where(nan, 0x7F, rounded.view("uint8"))
-    )
+    nan = numpy.isnan(rounded.astype("float32"))  # a NaN may have either sign
+    numpy.testing.assert_array_equal(numpy.where(nan, cast & 0x7F, cast), numpy.where(nan, 0x7F, rounded.view("uint8")))
     numpy.testing.assert_array_equal(numpy.isnan(scale), ~numpy.isfinite(amax))
     finite = numpy.isfinite(amax)
     numpy.testing.assert_allclose(scale[finite], expected[finite], rtol=0 if power_2 else 2.0**-23)
 
 
 def special(rows: int, cols: int) -> Any:
-    """Rows of every kind: plain ones, zeros, tiny, huge, one infinity, one NaN, the largest in the last column."""
+    """Return rows of every kind: plain, zero, tiny, huge, with an infinity, with a NaN, with the largest at the end."""
     values = random(rows, cols, dtype=torch.float32)
     values[1] = 0
     values[2] *= 1e-36
@@ -83,20 +82,20 @@ def special(rows: int, cols: int) -> Any:
 @pytest.mark.parametrize(("rows", "cols"), [(33, 100), (16, 256)])
 def test_casts(device, rows, cols, power_2, dtype):
     values = special(rows, cols).to(device)
-    found, scale, sums, amax = cast_rows(values, dtype, power_2_scale=power_2, column_sums=True, column_amax=True)
-    assert found.shape == (rows, cols)
-    check_scaled(bits(found), scale.cpu().numpy(), values.cpu().numpy(), dtype, power_2)
+    cast, scale, sums, amax = cast_rows(values, dtype, power_2_scale=power_2, column_sums=True, column_amax=True)
+    assert cast.shape == (rows, cols)
+    check_scaled(bits(cast), scale.cpu().numpy(), values.cpu().numpy(), dtype, power_2)
     numpy.testing.assert_array_equal(amax.cpu().numpy(), abs(values.cpu().numpy()).max(0))
     finite = values.cpu()[6:].to(device)
     _, _, sums, amax = cast_rows(finite, dtype, column_sums=True, column_amax=True)
     torch.testing.assert_close(sums.double(), finite.double().sum(0), rtol=1e-5, atol=1e-4)
-    # By columns: the same of the transposed matrix, and zeros to a multiple of 16.
+    # A cast by columns has the rows of the transposed matrix, with zeros up to a multiple of 16.
     columns = special(cols, rows).t().contiguous().to(device)
     amax = columns.abs().amax(0)
-    found, scale = cast_columns(columns, amax, dtype, power_2_scale=power_2)
-    assert found.shape == (cols, -(-rows // 16) * 16)
-    assert not bits(found)[:, rows:].any()
-    check_scaled(bits(found)[:, :rows], scale.cpu().numpy(), columns.t().cpu().numpy(), dtype, power_2)
+    cast, scale = cast_columns(columns, amax, dtype, power_2_scale=power_2)
+    assert cast.shape == (cols, -(-rows // 16) * 16)
+    assert not bits(cast)[:, rows:].any()
+    check_scaled(bits(cast)[:, :rows], scale.cpu().numpy(), columns.t().cpu().numpy(), dtype, power_2)
 
 
 @on_devices
@@ -104,12 +103,12 @@ def test_casts_with_a_scale_that_is_given(device):
     values = random(20, 48, device=device, dtype=torch.float32)
     scale = scale_of_tensor(values)
     assert float(scale) == pytest.approx(float(values.abs().max()) / 448, rel=1e-6)
-    found, same_scale, _, _ = cast_rows(values, scale=scale)
+    cast, same_scale, _, _ = cast_rows(values, scale=scale)
     assert same_scale is scale
     expected = (values.cpu().numpy() * (1 / scale.cpu().numpy())).clip(-448, 448).astype(FORMATS["e4m3"])
-    numpy.testing.assert_array_equal(bits(found), expected.view("uint8"))
+    numpy.testing.assert_array_equal(bits(cast), expected.view("uint8"))
     columns, _ = cast_columns(values, None, scale=scale)
-    assert same(columns[:, :20].contiguous(), found.t().contiguous())
+    assert same(columns[:, :20].contiguous(), cast.t().contiguous())
 
 
 @on_devices
@@ -124,7 +123,7 @@ def test_casts_with_a_scale_that_is_given(device):
     ],
 )
 def test_scale_of_a_tensor_is_transformer_engines(device, values, expected):
-    """1 where the largest is 0, infinite or NaN; an infinite multiplier becomes the largest of float32."""
+    """The scale is 1 if the largest is 0, infinite or NaN; an infinite multiplier becomes float32's largest number."""
     scale = scale_of_tensor(torch.tensor([values], device=device))
     assert float(scale) == pytest.approx(expected, rel=1e-3, abs=1e-38)
     assert float(scale_of_tensor(torch.tensor([values], device=device), least=448.0)) == 1.0
@@ -135,7 +134,7 @@ def test_scale_of_a_tensor_is_transformer_engines(device, values, expected):
 @on_devices
 @pytest.mark.parametrize("operation", ["layer_norm", "rms_norm", "zero_centered_layer_norm", "zero_centered_rms_norm"])
 def test_nothing_exceeds_the_static_scale(device, operation):
-    """Rows with one large number, which come as near to the bound as rows can, and biases that are larger than it."""
+    """Rows with one large number come as near to the bound as rows can, and some biases are larger than the bound."""
     from cunorm.operation import NAMED
     from cunorm.torch.norm import formulas
 
@@ -147,13 +146,13 @@ def test_nothing_exceeds_the_static_scale(device, operation):
     bias = random(cols, device=device, dtype=torch.float32, seed=1) * 3 if "layer" in operation else None
     statistics = torch_plain.statistics_of(operation, x, 1, 1e-5)
     z = formulas.affine(operation, x, statistics, weight, bias)
-    found, scale = normalised_columns(x, statistics, weight, bias, operation)
-    assert found.shape == (cols, rows)
+    z8, scale = normalised_columns(x, statistics, weight, bias, operation)
+    assert z8.shape == (cols, rows)
     gamma = weight.abs() if not operation.startswith("zero") else (1 + weight).abs()
     bound = gamma * math.sqrt(cols - ("layer" in operation)) + (0 if bias is None else bias.abs())
     torch.testing.assert_close(scale * 448, bound, rtol=1e-6, atol=0)
     assert (z.abs().amax(0) <= bound * (1 + 1e-5)).all()
-    torch.testing.assert_close(found.float() * scale[:, None], z.t(), rtol=2.0**-4, atol=float(scale.max()) * 2.0**-9)
+    torch.testing.assert_close(z8.float() * scale[:, None], z.t(), rtol=2.0**-4, atol=float(scale.max()) * 2.0**-9)
 
 
 # Products.
@@ -163,17 +162,17 @@ def test_nothing_exceeds_the_static_scale(device, operation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 200])
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_product(device, bias, by_row, rows, dtype):
-    """What the bytes stand for, multiplied in float64."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(device, biased, by_row, rows, dtype):
+    """A product is that of the numbers which the bytes stand for, multiplied in float64."""
     a, b = random(rows, 64, dtype=torch.float32), random(48, 64, dtype=torch.float32)
-    one = random(48, dtype=dtype) if bias else None
+    bias = random(48, dtype=dtype) if biased else None
     scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))
     (a8, a_scale), (b8, b_scale) = (cast_rows(m, scale=s)[:2] for m, s in zip((a, b), scales, strict=True))
     wide = [t.double() * (s.double()[:, None] if by_row else s.double()) for t, s in ((a8, a_scale), (b8, b_scale))]
-    expected = wide[0] @ wide[1].t() + (0 if one is None else one.double())
+    expected = wide[0] @ wide[1].t() + (0 if bias is None else bias.double())
     left, on_the_right = [t.to(device) for t in (a8, a_scale)], as_right(b8.to(device), b_scale.to(device))
-    y = product(*left, *on_the_right, dtype, None if one is None else one.to(device))
+    y = product(*left, *on_the_right, dtype, None if bias is None else bias.to(device))
     assert (y.dtype, y.shape) == (dtype, (rows, 48))
     tolerance = {torch.float32: 1e-3 if device == "cuda" else 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
     torch.testing.assert_close(y.cpu().double(), expected, rtol=tolerance[dtype], atol=4 * tolerance[dtype])
@@ -185,7 +184,7 @@ def test_product(device, bias, by_row, rows, dtype):
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
-    """torch has these products on the CPU too, without biases; what a GPU would refuse is not asked for."""
+    """Nothing that a GPU would refuse is asked of torch, which has these products on the CPU too, without biases."""
     own = torch._scaled_mm
 
     def scaled_mm(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
@@ -204,15 +203,15 @@ def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
     scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))
     left, on_the_right = (cast_rows(m, scale=s)[:2] for m, s in zip((a, b), scales, strict=True))
     given = (*left, *as_right(*on_the_right), dtype, random(48, dtype=torch.float32) if bias else None, True)
-    found, expected = float8_arithmetic._by_torch(*given), float8_arithmetic._emulated(*given)
-    assert found.dtype is dtype
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=0.1 if bias else 2.0**-7)
+    y, expected = float8_arithmetic._by_torch(*given), float8_arithmetic._emulated(*given)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.float(), expected.float(), rtol=2.0**-7, atol=0.1 if bias else 2.0**-7)
 
 
 @on_devices
 @by_recipe
 def test_each_product_is_near(device, recipe):
-    """y, dz and dweight against float64: in the norm, and every element within a part of Σ |a||b|."""
+    """y, dz and dweight are near float64's in the Frobenius norm, and each element within a part of Σ |a||b|."""
     check_products(device, recipe)
 
 
@@ -230,7 +229,6 @@ def check_products(device: str, recipe: Any) -> None:
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
     z, w, g = (t.detach().cpu().double() for t in (z, module.weight, dy))
     rounded.end_dz()
-    # What is near zero beside the largest of its tensor, or row, may be lost.
     near(y, z, w.t(), "e4m3")
     near(dz, g, w, scheme.gradient)
     if scheme.high_precision_wgrad:
@@ -240,11 +238,12 @@ def check_products(device: str, recipe: Any) -> None:
     torch.testing.assert_close(rounded.bias().cpu().double(), g.sum(0), rtol=1e-5, atol=1e-3)
 
 
-def near(found: Any, a: Any, b: Any, dtype: str) -> None:
-    found, expected = found.cpu().double(), a @ b
-    assert relative(found, expected) <= ERROR[dtype], relative(found, expected)
+def near(result: Any, a: Any, b: Any, dtype: str) -> None:
+    """Assert that `result` is the product of a and b but for the rounding of both to 8 bits."""
+    result, expected = result.cpu().double(), a @ b
+    assert relative(result, expected) <= ERROR[dtype], relative(result, expected)
     allowed = (ELEMENT if dtype == "e4m3" else E5M2_ELEMENT) * (a.abs() @ b.abs())
-    # Besides, numbers below the least normal one of a format: by tensors, many.
+    # Besides, numbers below the format's least normal one may be lost, and one scale for a tensor makes many such.
     least = 2.0**-10 if dtype == "e4m3" else 2.0**-17
     flushed = least / LARGEST[dtype] * (a.abs().max() * b.abs().sum(0) + a.abs().sum(1)[:, None] * b.abs().max())
-    assert ((found - expected).abs() <= allowed + flushed).all()
+    assert ((result - expected).abs() <= allowed + flushed).all()

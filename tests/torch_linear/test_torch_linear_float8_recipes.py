@@ -1,4 +1,4 @@
-"""Which recipe a LayerNormLinear follows: contexts, recipes of modules and of TransformerEngine, backward passes."""
+"""LayerNormLinear follows the recipe of its module or context, ours or TransformerEngine's, in both passes."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fp8_of(module: Any, x: Any) -> str:
-    """Which recipe a call followed, by its bits."""
-    found = module(x)
-    for name, recipe in RECIPES.items():
-        if name == "row, wide wgrad":
-            continue
-        own, module.fp8_recipe = module.fp8_recipe, None
-        with autocast(recipe=recipe):
-            if same(found, module(x)):
-                return name
+    """Return the name of the recipe that a call follows, judged by its bits."""
+    y, own, module.fp8_recipe = module(x), module.fp8_recipe, None
+    try:
+        for name, recipe in RECIPES.items():
+            with autocast(recipe=recipe):
+                if same(y, module(x)):
+                    return name
+        return "none"
+    finally:
         module.fp8_recipe = own
-    return "none"
 
 
 def test_contexts_nest_and_the_inner_wins():
@@ -69,14 +68,14 @@ def test_contexts_nest_and_the_inner_wins():
 
 
 def test_a_context_is_of_the_process():
-    """Autograd's threads are others than the user's."""
+    """A context holds for all threads, because autograd's threads are not the user's."""
     module, (x, _) = make().requires_grad_(False), inputs()
-    found = []
+    results = []
     with autocast():
-        thread = threading.Thread(target=lambda: found.append(module(x.detach())))
+        thread = threading.Thread(target=lambda: results.append(module(x.detach())))
         thread.start()
         thread.join()
-        assert same(found[0], module(x.detach()))
+        assert same(results[0], module(x.detach()))
 
 
 def test_recipes_of_modules():
@@ -85,7 +84,7 @@ def test_recipes_of_modules():
     assert set_recipe(model, RECIPES["tensor, hybrid"], filter=lambda name, _: name == "b") is model
     assert not hasattr(model["c"], "fp8_recipe")
     assert model["a"].fp8_recipe is None
-    with pytest.raises(ZeroDivisionError):  # of the second module: the first has nothing of it
+    with pytest.raises(ZeroDivisionError):  # which the filter raises for the second module
         set_recipe(model, RowwiseScaling(), filter=lambda name, _: name == "a" or 1 / 0)
     assert model["a"].fp8_recipe is None
     for some in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -102,7 +101,7 @@ def test_recipes_of_modules():
 
 
 def look_alike(name: str, **fields: Any) -> Any:
-    """A dataclass of that name, as TransformerEngine's are, some with attributes that are no fields."""
+    """Return a value of a dataclass of that name, as TransformerEngine's recipes are."""
     kind = type(name, (), {"__annotations__": dict.fromkeys(fields, Any), **fields})
     return dataclass(unsafe_hash=True)(kind)()
 
@@ -187,7 +186,7 @@ def test_is_fp8_available(monkeypatch):
 
 
 def check_recorded(device: str) -> None:
-    """Outside of any context, and inside another: the bits of a backward pass inside its own."""
+    """Outside of all contexts, or inside another, a backward pass has the bits that it has inside its own."""
     module = make(device)
     x, dy = inputs(device)
 

@@ -1,4 +1,4 @@
-"""The bytes of weight that LayerNormLinear keeps in FP8: when they are found anew, and where nothing of them is."""
+"""LayerNormLinear keeps the FP8 bytes of weight while weight is unchanged, and never in copies or checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(monkeypatch) -> list[int]:
-    """Grows with every time that weight goes to 8 bits."""
+    """Return a list that grows each time that weight is converted to 8 bits."""
     calls = []
 
     def counted(*arguments):
@@ -99,8 +99,10 @@ def test_a_frozen_weight_is_converted_once(device, monkeypatch):
 @contextlib.contextmanager
 def conversion_by_swapping():
     torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def other(weight: Any) -> Any:
@@ -122,7 +124,7 @@ def other_data(module: Any) -> None:
 
 
 def other_data_at_the_same_address(module: Any) -> None:
-    """The memory of what a test has put there is written anew, and given as a storage of its own."""
+    """The memory that the test has given weight is written anew, and given to weight as a new storage."""
     memory = module.memory
     memory[:] = other(module.weight).numpy()
     module.weight.data = torch.from_numpy(memory)
@@ -154,7 +156,7 @@ def assigned(module: Any) -> None:
 
 
 def another_parameter_over_the_same_memory(module: Any) -> None:
-    """Of the same address, storage and version, and changed since."""
+    """The new parameter has the address, storage and version of the old one, but other numbers."""
     version, data = module.weight._version, module.weight.data
     del module.weight
     module.weight = nn.Parameter(data, requires_grad=False)
@@ -185,7 +187,7 @@ CHANGES = [
 @on_devices
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_whatever_gives_a_frozen_weight_other_numbers_is_seen(device, change):
-    """The call after it is that of a module which has kept nothing."""
+    """The call after the change is that of a module which has kept nothing."""
     module, x = make(device).requires_grad_(False), inputs(device)[0].detach()
     if change is other_data_at_the_same_address:
         if device != "cpu":
@@ -195,9 +197,9 @@ def test_whatever_gives_a_frozen_weight_other_numbers_is_seen(device, change):
     with autocast():
         before = [module(x), module(x)][1]
         change(module)
-        found, expected = module(x), copy.deepcopy(module)(x)
-    assert same(found, expected)
-    assert not same(found, before) or change is converted_by_swapping
+        after, expected = module(x), copy.deepcopy(module)(x)
+    assert same(after, expected)
+    assert not same(after, before) or change is converted_by_swapping
 
 
 OPTIMIZERS = {kind: {"fused": kind == "fused", "foreach": kind == "foreach"} for kind in ("loop", "foreach", "fused")}
@@ -207,7 +209,7 @@ OPTIMIZERS = {kind: {"fused": kind == "fused", "foreach": kind == "foreach"} for
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_what_an_optimizer_does_to_weight_is_seen(device, options, training):
-    """Fused ones change no version. A call without gradients is in the midst of training, in either mode."""
+    """A fused optimizer changes no version, and calls without gradients stand between the steps, in either mode."""
     module, (x, dy) = make(device).train(training), inputs(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)
     with autocast():
@@ -238,7 +240,7 @@ def test_training_elsewhere_is_seen(device):
 @on_devices
 @by_recipe
 def test_first_microbatch(device, recipe, monkeypatch):
-    """None finds the bytes and keeps none; True keeps them; False takes them, and is equal in every bit."""
+    """is_first_microbatch=None converts weight and keeps nothing, True keeps its bytes, and False uses them."""
     calls = made(monkeypatch)
     module = make(device)
     x, dy = inputs(device)
@@ -249,9 +251,9 @@ def test_first_microbatch(device, recipe, monkeypatch):
         first = step(module, x, dy, True)
         later = [step(module, x, dy, False) for _ in range(3)]
         assert len(calls) == 3
-        for found in (first, *later):
-            assert same(found.outputs[0], uncached.outputs[0])
-            assert all(same(g, uncached.gradients[name]) for name, g in found.gradients.items())
+        for results in (first, *later):
+            assert same(results.outputs[0], uncached.outputs[0])
+            assert all(same(g, uncached.gradients[name]) for name, g in results.gradients.items())
         with torch.no_grad():
             module.weight.mul_(2)
         assert same(step(module, x, dy, False).outputs[0], uncached.outputs[0])
@@ -283,8 +285,8 @@ def test_what_was_kept_in_inference_mode_is_no_use_to_training():
         expected = step(module, x, dy)
         with torch.inference_mode():
             module(x, is_first_microbatch=True)
-        found = step(module, x, dy, False)
-    assert all(same(g, expected.gradients[name]) for name, g in found.gradients.items())
+        results = step(module, x, dy, False)
+    assert all(same(g, expected.gradients[name]) for name, g in results.gradients.items())
 
 
 def test_nothing_is_kept_in_copies_or_checkpoints():
@@ -300,7 +302,7 @@ def test_nothing_is_kept_in_copies_or_checkpoints():
 
 
 def test_transformer_engines_state_is_not_read():
-    """It may be a pickle that does anything."""
+    """That state is a pickle, which could run anything."""
     source, module = make(), make()
 
     class Never:

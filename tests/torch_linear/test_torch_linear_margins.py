@@ -23,7 +23,7 @@ MARGINS = [(0, (0, 0, 0)), (1, (1, 1, 1)), (EACH, (1, 2, 3)), ({"backward": 2}, 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
-    """Tensors on the CPU say that they are on a GPU, of four multiprocessors."""
+    """Let tensors on the CPU say that they are on a GPU, which has four multiprocessors."""
     launches = on_the_stand_in(monkeypatch, float8_arithmetic)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -33,11 +33,11 @@ def on_a_gpu(monkeypatch) -> Launches:
 
 
 def margins(launches: Launches) -> set[int]:
-    """Of the norm's kernels that were launched since this was asked last; a sum over rows has none to leave."""
+    """Return the margins of the norm's kernels that were launched since the last call; sums over rows have none."""
     problems = [plan.problem for plan in launches.plans]
     launches.plans.clear()
-    found = {one.sm_margin for one in problems if getattr(one, "norm", None) and {"x", "rstd"} & set(one.pointers)}
-    return found
+    of_norm = [problem for problem in problems if getattr(problem, "norm", None)]
+    return {problem.sm_margin for problem in of_norm if {"x", "rstd"} & set(problem.pointers)}
 
 
 def module(**options: Any) -> Any:
@@ -51,7 +51,7 @@ def test_each_pass_has_its_own(on_a_gpu, sm_margin, expected, in_float8):
     layer = module(sm_margin=sm_margin)
     x, dy = random(ROWS, COLS, dtype=torch.bfloat16), random(ROWS, OUTS, dtype=torch.bfloat16)
     forward, backward, inference = expected
-    for _ in range(2):  # the second time as a call like the first
+    for _ in range(2):  # the second call is recognised as one like the first
         leaf = x.clone().requires_grad_()
         with autocast(enabled=in_float8):
             y = layer(leaf)
@@ -67,16 +67,14 @@ def test_each_pass_has_its_own(on_a_gpu, sm_margin, expected, in_float8):
 def test_the_function(on_a_gpu, sm_margin, expected):
     x, weight, gamma = random(ROWS, COLS), random(OUTS, COLS, seed=1), random(COLS, seed=2)
     results = []
-    for options in ({}, {"sm_margin": sm_margin}):
+    for options, of_passes in (({}, (0, 0)), ({"sm_margin": sm_margin}, expected)):
         leaf = x.clone().requires_grad_()
-        on_a_gpu.plans.clear()
         y = layer_norm_linear(leaf, weight, None, gamma, **options)
-        forward = margins(on_a_gpu)
+        assert margins(on_a_gpu) == {of_passes[0]}
         y.backward(torch.ones_like(y))
-        backward = margins(on_a_gpu)
+        assert margins(on_a_gpu) == {of_passes[1]}
         results.append((y.detach(), leaf.grad))
-    assert (forward, backward) == ({expected[0]}, {expected[1]})
-    assert all(same(one, other) for one, other in zip(*results, strict=True))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("sm_margin", [-1, 1.5, "1", True, {"forwards": 1}, {"forward": -1}], ids=str)
@@ -88,7 +86,7 @@ def test_what_is_refused(sm_margin):
 
 
 def test_operators_are_told(monkeypatch):
-    """Of a trace, which makes one of each pass: each hands over its own."""
+    """A trace makes one operator of each pass, and each hands over the margin of its pass."""
     seen: list[tuple] = []
     normalise, norm_gradients = step.normalise, step.norm_gradients
 

@@ -51,7 +51,7 @@ ARGUMENTS = {
     "return_layernorm_output_gathered": False,
     "parameters_split": None,
     "zero_centered_gamma": False,
-    "device": None,  # there "cuda", which no default device of torch's could take the place of
+    "device": None,  # TransformerEngine has "cuda", which overrides a default device of torch
     "ub_overlap_ag": False,
     "ub_overlap_rs": False,
     "ub_overlap_rs_dgrad": False,
@@ -82,7 +82,7 @@ def test_the_constructor_is_transformer_engines():
 @pytest.mark.parametrize("offset", [1.0, 1e2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients(device, keep, op, offset, dtype):
-    """Against float64, eps 0.3, every parameter random."""
+    """Results are those of float64, with an eps of 0.3 and random parameters."""
     call = linear_reference.inputs(op, 40, 96, 64, dtype, offset=offset)
     module = LayerNormLinear(
         96,
@@ -113,7 +113,7 @@ def test_values_and_gradients(device, keep, op, offset, dtype):
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("returns", ["y", "bias", "z", "bias and z"])
 def test_what_is_returned(device, split, normalization, bias, zero_centered_gamma, returns):
-    """The gradients of all that is returned, through all of it."""
+    """All returned tensors are right, and so are the gradients through all of them."""
     module = make(
         device,
         torch.float64,
@@ -186,9 +186,8 @@ def test_init_method_and_rng_state_tracker(split):
     module = LayerNormLinear(
         COLS, OUTS, init_method=init, get_rng_state_tracker=Tracker, parameters_split=split, device="cpu"
     )
-    shapes = {None: [(24, 16)]}.get(split if split is None else "", [(8, 16)] * 3)
-    shapes = [(8, 16), (16, 16)] if isinstance(split, dict) else shapes
-    assert events == ["fork", *shapes, "join"]
+    parts = {type(None): [24], tuple: [8, 8, 8], dict: [8, 16]}[type(split)]
+    assert events == ["fork", *((rows, COLS) for rows in parts), "join"]
     assert all((p == 2.0).all() for n, p in module.named_parameters() if n.endswith("weight") and "norm" not in n)
 
 
@@ -254,7 +253,7 @@ def test_attributes_of_parameters(parallel_mode, bias):
     )
 
     def check(module):
-        assert module.layer_norm_weight.sequence_parallel is False  # of one rank
+        assert module.layer_norm_weight.sequence_parallel is False  # there is one rank
         assert module.layer_norm_bias.sequence_parallel is False
         sharded = [module.weight] + ([module.bias] if bias and parallel_mode else [])
         for parameter in sharded:
@@ -341,9 +340,8 @@ def test_what_acts_over_several_ranks_changes_nothing_on_one():
     module = make()
     x = random(3, COLS, dtype=torch.float32)
     flags = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
-    for options in ({flag: True} for flag in flags), ({"symmetric_ar_type": kind} for kind in ("two_shot", None)):
-        for option in options:
-            assert same(twin(module, **option)(x).detach(), module(x).detach())
+    for option in (*({flag: True} for flag in flags), {"symmetric_ar_type": "two_shot"}, {"symmetric_ar_type": None}):
+        assert same(twin(module, **option)(x).detach(), module(x).detach())
 
 
 # Bad input.

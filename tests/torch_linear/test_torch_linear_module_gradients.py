@@ -1,4 +1,4 @@
-"""Gradients of weight of LayerNormLinear: added up in the product, or computed later."""
+"""Gradients of LayerNormLinear's weight may be added up in the product, or computed later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradients_of(module: LayerNormLinear) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [None, True, False], ids=lambda value: f"first={value}")
 def test_fuse_wgrad_accumulation(device, split, keep, delay, dtype, first):
-    """main_grad is float32; None and False add to it, True overwrites."""
+    """main_grad is float32: is_first_microbatch=None and False add to it, and True overwrites it."""
     options = {"parameters_split": split, "keep_normalized": keep}
     plain = make(device, dtype, **options)
     fused = twin(plain, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **options)
@@ -88,7 +88,7 @@ def test_a_frozen_weight_is_not_accumulated():
 @pytest.mark.parametrize("return_bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_delay_wgrad_compute(device, split, keep, return_bias, autocast):
-    """Nothing until backward_dw(), the oldest pass first, then the same bits as without delay."""
+    """backward_dw() computes the gradients of the oldest pass, with the bits they have without delay."""
     options = {"parameters_split": split, "keep_normalized": keep, "return_bias": return_bias}
     plain = make(device, **options)
     delayed = twin(plain, delay_wgrad_compute=True, **options)
@@ -112,7 +112,7 @@ def test_delay_wgrad_compute(device, split, keep, return_bias, autocast):
     assert all(delayed.get_parameter(name).grad is None for name in late)
     for x, dy in microbatches(device):
         backward(plain, x, dy)
-        with torch.autocast(device, torch.bfloat16):  # is nothing to gradients that were left
+        with torch.autocast(device, torch.bfloat16):  # has no effect on the gradients that were left
             delayed.backward_dw()
         differing = [n for n in late if not same(delayed.get_parameter(n).grad, plain.get_parameter(n).grad)]
         assert not differing

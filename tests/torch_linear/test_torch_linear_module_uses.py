@@ -1,4 +1,4 @@
-"""LayerNormLinear in what torch does with a module: compile, autocast, checkpoints, graphs."""
+"""LayerNormLinear under torch.compile, autocast, checkpoints and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_compiled_with_a_break_in_the_graph(device, options):
 @on_devices
 @splits
 def test_autocast(device, split):
-    """All of it in autocast's dtype, z too; gradients in that of the parameters."""
+    """y and z have autocast's dtype, and gradients that of the parameters."""
     module = make(device, parameters_split=split, return_layernorm_output=True)
     x = random(6, COLS, device=device, dtype=torch.float32).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
@@ -115,11 +115,11 @@ def test_accumulation_in_a_captured_step():
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    one = module.weight.main_grad / 3
+    added_by_a_step = module.weight.main_grad / 3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     module.weight.main_grad.zero_()
     for _ in range(2):
         graph.replay()
-    torch.testing.assert_close(module.weight.main_grad, 2 * one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(module.weight.main_grad, 2 * added_by_a_step, rtol=1e-5, atol=1e-5)

@@ -29,27 +29,27 @@ pytestmark = [
 
 @pytest.fixture
 def driver(monkeypatch, stand_in) -> Iterator[Driver]:
-    with playing_a_gpu(monkeypatch, stand_in) as found:
-        yield found
+    with playing_a_gpu(monkeypatch, stand_in) as driver:
+        yield driver
 
 
 @pytest.fixture
 def by_python_alone(monkeypatch) -> list[str]:
-    """One entry for each backward pass that Python computed as a whole."""
-    found = []
+    """Return a list that gets an entry for each backward pass that Python computes as a whole."""
+    passes = []
     described = nodes.linear_call
 
     def counted(*given: Any) -> Any:
         *others, backward = given
 
         def pass_by_python(*given: Any) -> Any:
-            found.append("a pass")
+            passes.append("a pass")
             return backward(*given)
 
         return described(*others, pass_by_python)
 
     monkeypatch.setattr(nodes, "linear_call", counted)
-    return found
+    return passes
 
 
 def a_call(
@@ -64,7 +64,7 @@ def a_call(
     cols: int = 136,
     **options: Any,
 ) -> tuple[Any, list[Any], Any]:
-    """(the call, what wants gradients, dy)"""
+    """Return (the call, the tensors that want gradients, dy)."""
     outs, kind = 24, getattr(torch, dtype)
     of_rms = options.get("normalization") == "RMSNorm"
     tensors: dict[str, Any] = {
@@ -74,8 +74,8 @@ def a_call(
         "ln_weight": None if norms is None else random(cols, dtype=getattr(torch, norms), seed=3),
         "ln_bias": None if norms is None or of_rms else random(cols, dtype=getattr(torch, norms), seed=4),
     }
-    tensors = {name: one if one is None else one.to(device) for name, one in tensors.items()}
-    wanting = [one.requires_grad_() for name, one in tensors.items() if one is not None and name not in frozen]
+    tensors = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    wanting = [tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None and name not in frozen]
     dy = random(*leading, outs, dtype=kind, seed=5).to(device)
     return lambda: layer_norm_linear(**tensors, **options), wanting, dy
 
@@ -151,30 +151,30 @@ def test_gradients_of_other_layouts_are_copied(driver, by_python_alone, name):
     call, wanting, dy = a_call()
     call()
     other = LEFT[name](dy)
-    found = gradients(call(), wanting, [other])
+    results = gradients(call(), wanting, [other])
     assert by_python_alone == []
-    same_bits(found, gradients(call(), wanting, [other.contiguous().clone()]))
+    same_bits(results, gradients(call(), wanting, [other.contiguous().clone()]))
 
 
 def test_an_odd_address_is_left_to_python(driver, by_python_alone):
     call, wanting, dy = a_call()
     call()
     odd = torch.cat([dy.flatten()[:1], dy.flatten()])[1:].view_as(dy)
-    found = gradients(call(), wanting, [odd])
+    results = gradients(call(), wanting, [odd])
     assert by_python_alone == ["a pass"]
-    same_bits(found, gradients(call(), wanting, [dy]))
+    same_bits(results, gradients(call(), wanting, [dy]))
 
 
 def test_what_saved_tensors_hooks_change(driver, by_python_alone):
-    """What comes back lies otherwise than what was saved."""
+    """The tensors that come back have other strides than those that were saved."""
     call, wanting, dy = a_call()
     expected = by_python(call, wanting, [dy])[1:]
     call()
 
-    def turned(one: Any) -> Any:
-        return one.t().contiguous().t() if one.dim() == 2 else one
+    def turned(saved: Any) -> Any:
+        return saved.t().contiguous().t() if saved.dim() == 2 else saved
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, turned):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, turned):
         same_bits(gradients(call(), wanting, [dy]), expected)
     assert by_python_alone == ["a pass"]
 
@@ -182,7 +182,7 @@ def test_what_saved_tensors_hooks_change(driver, by_python_alone):
 def test_the_gradient_of_z(driver, by_python_alone):
     tensors = [random(6, 64, dtype=torch.float32), random(24, 64, dtype=torch.float32), None]
     norm = [random(64, dtype=torch.float32, seed=2), None]
-    wanting = [one.requires_grad_() for one in (*tensors[:2], norm[0])]
+    wanting = [leaf.requires_grad_() for leaf in (*tensors[:2], norm[0])]
 
     def call() -> Any:
         return calls.norm_linear(calls.Layer("layer_norm_linear", "rms_norm", 1e-5), (*tensors, *norm))[:2]
@@ -203,10 +203,10 @@ def test_second_derivatives(driver):
         (dx,) = torch.autograd.grad(call(), [x], dy, create_graph=True)
         return [dx, *torch.autograd.grad(dx.square().sum(), [x, weight])]
 
-    found = second()
+    derivatives = second()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "known", lambda *_: None)
-        same_bits(found, second())
+        same_bits(derivatives, second())
 
 
 def test_the_backward_pass_has_the_dtypes_of_the_forward_pass(driver):
@@ -222,12 +222,12 @@ def test_the_backward_pass_has_the_dtypes_of_the_forward_pass(driver):
 @pytest.mark.slow
 def test_tensors_are_not_kept(driver):
     call, wanting, dy = a_call()
-    kept = [weakref.ref(one) for one in wanting]
+    kept = [weakref.ref(leaf) for leaf in wanting]
     for _ in range(3):
         torch.autograd.grad(call(), wanting, dy)
     del call, wanting
     gc.collect()
-    assert [one() for one in kept] == [None] * 5
+    assert [reference() for reference in kept] == [None] * 5
 
 
 def test_main_grad_is_left_to_python(driver):
@@ -250,7 +250,7 @@ def test_repeated_calls_have_the_bits_of_first_ones(driver):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("rows", "cols"), [(64, 1024), (300, 1000), (4, 16384)])
 def test_a_gpu_has_the_bits_of_python(rows, cols, name):
-    """In the default stream and in a CUDA graph, where Python has two streams."""
+    """The bits are the same in the default stream and in a CUDA graph, where Python uses two streams."""
     assert nodes.build() == ""
     call, wanting, dy = a_call(**{"leading": (rows,)} | CALLS[name], cols=cols, device="cuda")
     expected = by_python(call, wanting, [dy])
@@ -262,7 +262,7 @@ def test_a_gpu_has_the_bits_of_python(rows, cols, name):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Of those used before on the default stream autograd would wait for that one.
+        # For leaves that were used on the default stream, autograd would wait for that stream.
         call, wanting, dy = a_call(**{"leading": (rows,)} | CALLS[name], cols=cols, device="cuda")
         for _ in range(2):
             gradients(call(), wanting, [dy])

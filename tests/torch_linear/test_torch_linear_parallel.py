@@ -1,5 +1,6 @@
-"""LayerNormLinear over the ranks of a group against one process in float64: processes with gloo on the CPU, with NCCL
-on two GPUs. What each rank does is in parallel_linear.py.
+"""LayerNormLinear over the ranks of a group does as one process in float64.
+
+The ranks are processes that run parallel_linear.py, with gloo on the CPU and with NCCL on two GPUs.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def pool(request, tmp_path_factory):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ranks = 4 if request.param == "cpu" else 2
-    found = Pool(PROGRAM, ranks, tmp_path_factory.mktemp("ranks"), request.param)
-    yield found
-    found.close()
+    pool = Pool(PROGRAM, ranks, tmp_path_factory.mktemp("ranks"), request.param)
+    yield pool
+    pool.close()
 
 
 def assert_right(answers: list[str]) -> None:
@@ -74,7 +75,7 @@ def test_rules_on_four_ranks(pool, check):
 
 @pytest.fixture
 def two(tmp_path):
-    """Ranks of a test's own, which it may leave waiting for each other."""
+    """Give a test ranks of its own, which it may leave waiting for each other."""
     pool = Pool(PROGRAM, 2, tmp_path, "cpu")
     yield pool
     pool.close()
@@ -91,7 +92,7 @@ def test_where_hiding_an_exchange_wins():
 
 
 class Healthy:
-    """Two ranks for one mistake after the other. After each they must be right again, or others take their place."""
+    """Two ranks are asked for one mistake after the other, and replaced if they are not right again after one."""
 
     def __init__(self, tmp_path_factory):
         self._tmp_path_factory = tmp_path_factory

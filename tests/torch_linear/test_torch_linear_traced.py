@@ -1,4 +1,4 @@
-"""cunorm.torch.layer_norm_linear: compiled, exported, captured in a CUDA graph."""
+"""cunorm.torch.layer_norm_linear is compiled, exported and captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_graph_holds_one_operator(device):
 
 @on_devices
 def test_a_compiled_graph_keeps_x_and_not_z(device):
-    """One operator a pass: from single ones the compiler would compute z again in the forward pass, and keep it."""
+    """Each pass is one operator: with several, the compiler would keep z instead of computing it again."""
     _dynamo.reset()
     from functorch.compile import aot_function, make_boxed_func
 
@@ -78,7 +78,7 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
     assert names.count("cunorm.norm_linear_forward.default") == 1
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     shapes = [tuple(node.meta["val"].shape) for node in output.args[0] if node is not None]
-    assert shapes.count((6, 16)) == 1  # x
+    assert shapes.count((6, 16)) == 1  # it is x
     assert "cunorm.norm_linear_backward.default" in [str(node.target) for node in backward.graph.nodes]
 
 

@@ -1,4 +1,4 @@
-"""cunorm.torch.layer_norm_linear: higher derivatives, functorch, autocast, checkpoints, what runs beneath it."""
+"""cunorm.torch.layer_norm_linear: higher derivatives, functorch, autocast, checkpoints, and cunorm's own functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_first_and_second_derivatives(device, keep, op):
 
 @on_devices
 def test_functorch(device):
-    """grad, vmap over samples and over weights, and jvp, against torch's operators."""
+    """grad, vmap over samples and over weights, and jvp give what they give for torch's operators."""
     x, weight, bias, ln_weight, ln_bias = (t.detach() for t in five(device, rows=(4,)))
 
     def ours(x, weight):
@@ -64,7 +64,7 @@ def test_functorch(device):
 @keeping
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_autocast(device, keep, x_dtype):
-    """y, z and the products in autocast's dtype; gradients in that of each tensor; x is not rounded before the norm."""
+    """y has autocast's dtype and each gradient that of its tensor, and x is not rounded before the norm."""
     call = linear_reference.inputs("layer_norm", 24, 64, 48, "float32")
     inputs = [t.detach() for t in tensors(call, device)]
     inputs[0] = inputs[0].to(x_dtype)
@@ -105,7 +105,7 @@ def test_checkpointing(device, reentrant):
 
 @on_devices
 def test_a_gradient_that_is_yet_to_be_negated(device):
-    """Its memory holds the negative, as that of the imaginary part of a conjugate does."""
+    """The gradient's memory holds its negative, as for the imaginary part of a conjugate."""
     inputs = [t.detach().requires_grad_() for t in five(device, rows=(6,))]
     y = layer_norm_linear(*inputs)
     dy = random(*y.shape, device=device)
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_yet_to_be_negated(device):
 
 
 class Counted(TorchDispatchMode):
-    """Counts the calls that normalise."""
+    """Count the calls that normalise."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("wants_gradients", [True, False])
 def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradients):
-    """y, the statistics and the gradients of y; nothing of it normalises x a second time."""
+    """y, the statistics and the gradients of y are right, and x is normalised once."""
     inputs = [t.detach().requires_grad_(wants_gradients) for t in five(device)]
     if op == "rms_norm":
         inputs[4] = None
@@ -157,7 +157,7 @@ def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradient
 
 @on_devices
 def test_cunorms_own_backward_function_under_autocast(device):
-    """The gradients are in the dtype of x, and as without autocast."""
+    """The gradients have the bits and dtypes that they have without autocast."""
     x, weight, _, ln_weight, ln_bias = (t.detach() for t in five(device, torch.float32))
     _, mean, rstd = cunorm.layer_norm_linear_forward(x, weight, None, ln_weight, ln_bias)
     dy = random(6, 12, device=device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Norm and product of few rows in one launch, as torch's calls without gradients take it."""
+"""torch's calls without gradients run the norm and the product of few rows in one launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF = case(3, 768, 136, 1, 4, dtype="float16", ln_weight="float32", ln_bias="floa
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the kernels that ran on the CPU machine, for GPUs whose table has the product."""
+    """Return the memory that kernels may use and the names of those that ran, for a GPU whose table has the product."""
     if missing():
         pytest.skip(missing())
     torch_stand_in.play(monkeypatch)
@@ -50,13 +50,10 @@ def launched(monkeypatch):
 
 
 def tensors(memory):
-    """x, weight, bias, ln_weight, ln_bias, at multiples of 16 bytes."""
-    found = []
-    for array in arrays(OF):
-        tensor = torch.from_numpy(array.copy())
-        memory[tensor.data_ptr()] = tensor.numpy()
-        found.append(tensor)
-    return found
+    """Return x, weight, bias, ln_weight and ln_bias, at multiples of 16 bytes."""
+    given = [torch.from_numpy(array.copy()) for array in arrays(OF)]
+    memory.update({tensor.data_ptr(): tensor.numpy() for tensor in given})
+    return given
 
 
 def call(x, weight, bias, ln_weight, ln_bias, **options):
@@ -64,7 +61,7 @@ def call(x, weight, bias, ln_weight, ln_bias, **options):
 
 
 def test_a_call_without_gradients_is_one_launch(launched):
-    """Known from the second on, with the bits of the kernel."""
+    """A first call and a repeated one have the bits of the kernel."""
     memory, names = launched
     given = tensors(memory)
     expected = run(HopperMachine(), OF, arrays(OF)).y

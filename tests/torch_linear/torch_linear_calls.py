@@ -1,4 +1,4 @@
-"""Calls of layer_norm_linear on tensors, as cases and by hand."""
+"""Calls of layer_norm_linear on the tensors of a case, and on five small tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kep
 
 
 def tensors(call: linear_reference.Call, device: str) -> list[Any]:
-    """x, weight, bias, ln_weight, ln_bias, wanting gradients; None where there is none."""
+    """Return x, weight, bias, ln_weight and ln_bias, which want gradients, with None for what the call has not."""
     arrays = call[1:6]
     return [None if a is None else tensor(a).to(device).requires_grad_() for a in arrays]
 
@@ -29,8 +29,8 @@ def run(call: linear_reference.Call, inputs: list[Any], keep: bool = False) -> A
 
 
 def grad(y: Any, inputs: list[Any], dy: Any) -> tuple[Any, ...]:
-    there = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
-    return tuple(None if t is None else next(there) for t in inputs)
+    gradients = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return tuple(None if t is None else next(gradients) for t in inputs)
 
 
 def five(device: str, dtype: Any = torch.float64, rows: tuple[int, ...] = (6,)) -> list[Any]:

@@ -1,4 +1,4 @@
-"""LayerNormLinear in FP8, as its tests take it: recipes, modules, inputs, and all that a step gives."""
+"""Recipes, modules, inputs and steps for the tests of LayerNormLinear in FP8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR = {"e4m3": 0.045, "e5m2": 0.07}  # in the Frobenius norm, of a product of 
 
 
 def make(device: str = "cpu", dtype: Any = torch.float32, cols: int = COLS, outs: int = OUTS, **options: Any):
-    """With parameters of which none is what it begins as."""
+    """Return a module whose parameters all differ from what they begin as."""
     torch.manual_seed(0)
     module = LayerNormLinear(cols, outs, device=device, params_dtype=dtype, **options)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def make(device: str = "cpu", dtype: Any = torch.float32, cols: int = COLS, outs
 
 
 def inputs(device: str = "cpu", dtype: Any = torch.float32, rows: int = ROWS) -> tuple[Any, Any]:
-    """x with a gradient, and dy of rows and columns of unequal size."""
+    """Return x, which wants a gradient, and dy with rows and columns of unequal magnitude."""
     x = random(rows, COLS, device=device, dtype=dtype).requires_grad_()
     dy = random(rows, OUTS) * random(rows, 1, seed=3).exp() * (random(1, OUTS, seed=4) / 2).exp()
     return x, dy.to(device, dtype)
@@ -49,7 +49,7 @@ class Results(NamedTuple):
 
 
 def step(module: Any, x: Any, dy: Any, first: bool | None = None) -> Results:
-    """All that a call and its backward pass give; main_grad in place of what is added to it."""
+    """Return the results of a call and all gradients, for main_grad what was added to it."""
     for name, parameter in module.named_parameters():
         parameter.grad = None
         if module.fuse_wgrad_accumulation and name.endswith("weight") and "norm" not in name:

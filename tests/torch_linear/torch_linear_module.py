@@ -1,4 +1,4 @@
-"""LayerNormLinear of the tests: modules, their parameters put together, what torch's own operators make of them."""
+"""LayerNormLinear modules for the tests, and their results by torch's own operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ splits = pytest.mark.parametrize(
 
 
 def make(device: str = "cpu", dtype: Any = torch.float32, **options: Any) -> LayerNormLinear:
-    """With parameters of which none is what it begins as."""
+    """Return a module whose parameters all differ from what they begin as."""
     torch.manual_seed(0)
     module = LayerNormLinear(COLS, OUTS, options.pop("eps", 0.3), device=device, params_dtype=dtype, **options)
     with torch.no_grad():
@@ -31,14 +31,14 @@ def make(device: str = "cpu", dtype: Any = torch.float32, **options: Any) -> Lay
 
 
 def twin(module: LayerNormLinear, **options: Any) -> LayerNormLinear:
-    """Another module with the same parameters."""
+    """Return another module with the same parameters."""
     other = make(module.layer_norm_weight.device.type, module.layer_norm_weight.dtype, **options)
     other.load_state_dict(module.state_dict())
     return other
 
 
 def whole(module: LayerNormLinear) -> tuple[Any, Any, Any, Any]:
-    """weight, bias, ln_weight, ln_bias of it, parts put together."""
+    """Return weight, bias, ln_weight and ln_bias of a module, with the parts of weight and bias put together."""
     biases = [
         parameter for name, parameter in module.named_parameters() if name.endswith("bias") and "norm" not in name
     ]
@@ -47,7 +47,7 @@ def whole(module: LayerNormLinear) -> tuple[Any, Any, Any, Any]:
 
 
 def expected(module: LayerNormLinear, x: Any, apply_bias: bool = True) -> tuple[Any, Any]:
-    """(y, z) by torch's own operators."""
+    """Return (y, z) by torch's own operators."""
     weight, bias, ln_weight, ln_bias = whole(module)
     gamma = ln_weight + 1 if module.zero_centered_gamma else ln_weight
     if module.normalization == "LayerNorm":

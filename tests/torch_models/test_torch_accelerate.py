@@ -1,4 +1,4 @@
-"""accelerate: models with random weights compute the same, undo gives back what was, nothing is done by half."""
+"""Models that `accelerate` changed compute the same, `undo` restores them, and nothing is changed by half."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
 from cunorm.torch.models import replace  # noqa: E402
 from cunorm.torch.norm import modules  # noqa: E402
 
-# Name: how many norms there are.
+# How many norms each model has.
 MODELS = {
     "gpt2": 5,
     "bert": 6,
@@ -37,18 +37,18 @@ MODELS = {
     "t5": 12,
     "mamba2": 5,
 }
-# Attributes of norms that `accelerate` sets, or that count.
+# Attributes that `accelerate` sets on norms, or that count their calls.
 SET = {"_own_below", "_compiled_from", "_by_cunorm", "_by_torch"}
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Small models run the norms that large ones do."""
+    """Let small models run the norms that large ones run."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     ids=str,
 )
 def test_logits_and_gradients_of_a_model(device, name, dtype):
-    """No farther from the same model in float64 than the untouched one, give or take; undone to the same bits."""
+    """The model is about as near to the same model in float64 as the untouched one, and is undone to the same bits."""
     model, inputs = build(name, device=device, dtype=dtype)
     reference = loss_and_gradients(copy.deepcopy(model).double(), inputs)
     before = loss_and_gradients(model, inputs)
@@ -69,7 +69,7 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     after = loss_and_gradients(model, inputs)
-    assert all(ran == (1, 0) for ran in report.ran().values())  # each once, by ours
+    assert all(ran == (1, 0) for ran in report.ran().values())  # each ran once, by cunorm
     assert_no_farther(after, before, reference, dtype)
     report.undo()
     assert [*map(type, model.modules())] == classes
@@ -109,7 +109,7 @@ def test_the_example(monkeypatch):
 
 
 def test_norms_of_torch_with_few_elements(monkeypatch):
-    """A few elements go to torch's own operators, more to ours; those of transformers to ours."""
+    """torch's norms of few elements run torch's own operators, but those of transformers always run ours."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 64)
     ours = []
     monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
@@ -142,7 +142,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper"])
 def test_with_few_elements_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch, name):
-    """In both passes, in the same order: what is left to torch costs no operator and no node more."""
+    """Norms that are left to torch run the same operators in the same order, in both passes."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
     model, inputs = build(name)
     results, called = [], []
@@ -158,7 +158,7 @@ def test_with_few_elements_a_step_has_the_operators_and_the_bits_of_the_original
 
 
 def test_what_of_ours_runs_with_few_elements(monkeypatch):
-    """A step of a small model waits for the host: nothing is asked but how many elements there are."""
+    """Only the number of elements is asked for, because a step of a small model waits for the host."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1 << 20)
     model, _ = build("bert")
     block = model.bert.encoder.layer[0].output
@@ -188,7 +188,7 @@ def test_a_norm_of_few_elements_has_the_bits_of_torchs(monkeypatch, norm):
     expected = norm(x)
     ours = copy.deepcopy(norm)
     accelerate(ours)
-    monkeypatch.setattr(modules, "norm", None)  # would fail
+    monkeypatch.setattr(modules, "norm", None)  # a call of it would fail
     assert torch.equal(ours(x), expected)
 
 
@@ -206,7 +206,7 @@ def test_twice_is_once():
 
 
 def test_after_replace_norms_its_norms_stay_as_they_are(monkeypatch):
-    """Ours at any size, as who called `replace_norms` has asked for."""
+    """They are ours at any size, as the call of `replace_norms` asked for."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
     model, inputs = build("gpt2")
     replaced = replace_norms(model)
@@ -222,7 +222,7 @@ def test_after_replace_norms_its_norms_stay_as_they_are(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["part", "whole"])
 def test_a_part_that_is_accelerated_already(first):
-    """What is left is replaced, and each report takes back its own, in any order."""
+    """The rest is replaced, and each report takes back its own changes, in any order."""
     model, inputs = build("llama")
     expected = loss_of(model, inputs)[1]
     reports = {"part": accelerate(model.model.layers[0]), "whole": accelerate(model)}
@@ -234,7 +234,7 @@ def test_a_part_that_is_accelerated_already(first):
 
 
 def test_what_fails_in_building_nodes_changes_no_model(monkeypatch):
-    """It may take 20 s, in which somebody may interrupt it."""
+    """Building takes many seconds, in which somebody may interrupt it."""
     model, _ = build("llama")
     classes = [*map(type, model.modules())]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""accelerate under torch.compile, where backward passes are ours: what the compiler sees, and what it computes."""
+"""Under torch.compile, accelerated models have torch's forward passes and our backward passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_any_size(monkeypatch):
 
 
 class Model(nn.Module):
-    """Two norms, each of a sum that is read again."""
+    """Two norms, each of a sum that is read again afterwards."""
 
     def __init__(self, affine: bool = True) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def traced(model: nn.Module, *arguments: torch.Tensor) -> tuple[list[torch.fx.GraphModule], torch.Tensor]:
-    """The graphs of the passes that AOT autograd makes, forward first, and the result."""
+    """Return the graphs of the passes that AOT autograd makes, forward first, and the result."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph, _):
@@ -68,7 +68,7 @@ def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward(devi
     (forward, backward), _ = traced(model, random(5, 64, dtype=torch.float32, device=device).requires_grad_())
     assert not any("cunorm" in name for name in operators_of(forward))
     assert [name for name in operators_of(backward) if "cunorm" in name] == ["cunorm.fused_norm_backward.default"] * 2
-    # mean and rstd in one tensor are for the backward pass alone: y does not wait for them.
+    # Only the backward pass needs mean and rstd in one tensor, and y does not wait for it.
     (joined,) = (node for node in forward.graph.nodes if "aten.cat" in str(node.target))
     assert [user.op for user in joined.users] == ["output"]
     assert "norms of 1 elements, of torch.nn in a CUDA graph any, with our backward pass" in str(report)
@@ -89,7 +89,7 @@ def test_without_a_gradient_nothing_of_ours_is_seen():
     ids=["a CUDA graph", "none of this device", "none"],
 )
 def test_few_elements_in_a_cuda_graph(monkeypatch, graphed, devices, count):
-    """How many backward passes are ours, as the options of inductor say, which hold while AOT autograd traces."""
+    """Backward passes are ours in a CUDA graph, as inductor's options say while AOT autograd traces."""
     monkeypatch.setattr(accelerate_module, "COMPILED_FROM", 8 << 20)
     monkeypatch.setattr(compiled, "GRAPHED", devices)
     model, graphs = Model(), []
@@ -115,7 +115,7 @@ def test_few_elements_in_a_cuda_graph(monkeypatch, graphed, devices, count):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_values_and_gradients(device, dtype, affine):
-    """Against the model in float64."""
+    """Values and gradients are near those of the model in float64."""
     model = Model(affine).to(device, dtype)
     x = random(5, 64, dtype=dtype, device=device).requires_grad_()
     results = []
@@ -128,16 +128,16 @@ def test_values_and_gradients(device, dtype, affine):
         results.append([y, *torch.autograd.grad(y.sum(), [x, *which.parameters()])])
         assert y.dtype is given.dtype
     room = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
-    for expected, found in zip(*results, strict=True):
-        error = torch.linalg.vector_norm(found.double() - expected.double())
-        assert error <= room * torch.linalg.vector_norm(expected.double())
+    for exact, result in zip(*results, strict=True):
+        error = torch.linalg.vector_norm(result.double() - exact.double())
+        assert error <= room * torch.linalg.vector_norm(exact.double())
 
 
 @pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_a_model(device, name):
-    """Logits and gradients of models of transformers, whole in one graph."""
+    """A model of transformers is compiled into one graph with the same logits and gradients."""
     model, inputs = build(name, device=device)
     results = []
     for which in (model, None):
@@ -165,7 +165,7 @@ def test_rows_of_any_number_are_compiled_twice_at_most(rows):
 
 @pytest.mark.slow
 def test_too_few_elements_export_and_undo(monkeypatch):
-    """In each the model's own operators."""
+    """With too few elements, in an export and after undo the model runs its own operators."""
     model, x = Model(), random(5, 64, dtype=torch.float32)
     report = accelerate(model)
     program = torch.export.export(model, (x,))

@@ -16,21 +16,21 @@ from torch_tensors import assert_no_farther, on_devices  # noqa: E402
 from cunorm.torch import accelerate  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
 
-# Name: how many norms there are.
+# How many norms each model has.
 MODELS = {"dit": 5, "pixart": 5, "sd3": 16, "sd3.5": 18, "flux": 23}
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Small models run the norms that large ones do."""
+    """Let small models run the norms that large ones run."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
 
 
 def results_of(model: nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
-    """Output and gradients, with torch's plain attention.
+    """Return the output and gradients, with torch's plain attention.
 
-    By the one that torch 2.11 chooses on an H200 the gradients of the untouched Flux in bfloat16, whose heads have 16
-    columns here, come to 1e18 and NaN, and are others in each call.
+    With the attention that torch 2.11 chooses on an H200, the untouched Flux in bfloat16, whose heads have 16 columns
+    here, has gradients of 1e18 and NaN, which differ from call to call.
     """
     model.zero_grad()
     with sdpa_kernel(SDPBackend.MATH):
@@ -45,7 +45,7 @@ def results_of(model: nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
     ("name", "dtype"), [(name, torch.float32) for name in MODELS] + [("flux", torch.bfloat16)], ids=str
 )
 def test_a_model_of_diffusers(device, name, dtype):
-    """No farther from the same model in float64 than the untouched one, give or take; undone to the same bits."""
+    """The model is about as near to the same model in float64 as the untouched one, and is undone to the same bits."""
     model, inputs = build(name, device, dtype)
     reference = results_of(copy.deepcopy(model).double(), inputs)
     before, classes = results_of(model, inputs), [*map(type, model.modules())]

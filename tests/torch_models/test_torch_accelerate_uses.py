@@ -1,4 +1,4 @@
-"""Accelerated models under what looks on, and of whatever kind: hooks, checkpoints, copies, wrappers, dtypes."""
+"""Accelerated models with hooks, checkpoints, copies, wrappers, frozen parameters and other dtypes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Small models run the norms that large ones do."""
+    """Let small models run the norms that large ones run."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
-
-
-# What looks on.
 
 
 def test_hooks_see_what_they_saw():
@@ -52,9 +49,9 @@ def test_hidden_states_are_those_of_the_original(name):
     del inputs["labels"]
     expected = model(**inputs, output_hidden_states=True).hidden_states
     accelerate(model)
-    found = model(**inputs, output_hidden_states=True).hidden_states
-    assert len(found) == 3
-    torch.testing.assert_close(found, expected)
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    torch.testing.assert_close(states, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -67,9 +64,9 @@ def test_gradient_checkpointing(name, use_reentrant):
     accelerate(model)
     expected = loss_and_gradients(model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    found = loss_and_gradients(model.train(), inputs)
-    assert expected.keys() - found.keys() <= {"model.embed_tokens.weight"}
-    torch.testing.assert_close(found, {key: expected[key] for key in found})
+    results = loss_and_gradients(model.train(), inputs)
+    assert expected.keys() - results.keys() <= {"model.embed_tokens.weight"}
+    torch.testing.assert_close(results, {key: expected[key] for key in results})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -89,9 +86,6 @@ def test_copies(name):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(loss_of(twin, inputs)[1], expected)
         assert [*map(type, twin.modules())] == [*map(type, model.modules())]
-
-
-# What it may be given.
 
 
 def test_frozen_and_tied_parameters():
@@ -130,7 +124,7 @@ def test_without_memory_and_moved():
 
 @pytest.fixture
 def group(tmp_path):
-    """One process that is all of its group."""
+    """Let this process be the only one of a group."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -144,8 +138,8 @@ def test_in_distributed_data_parallel(group):
     wrapped = nn.parallel.DistributedDataParallel(model)
     report = accelerate(wrapped)
     assert next(iter(report.norms.swapped)) == "module.model.layers.0.input_layernorm"
-    found = loss_and_gradients(wrapped, inputs)
-    torch.testing.assert_close(list(found.values()), list(expected.values()))
+    results = loss_and_gradients(wrapped, inputs)
+    torch.testing.assert_close(list(results.values()), list(expected.values()))
     report.undo()
 
 
@@ -158,7 +152,7 @@ def test_with_fully_shard(group):
     for layer in model.model.layers:
         shard(layer, mesh=mesh)
     torch.testing.assert_close(loss_of(model, inputs)[1], expected)
-    report.undo()  # what it has wrapped is the layers, not their norms
+    report.undo()  # fully_shard has wrapped the layers, not their norms
     shard(model.model.norm, mesh=mesh)
     left = accelerate(model).norms.left
     assert left["model.norm"] == "FSDPLlamaRMSNorm is a class made of LlamaRMSNorm, not LlamaRMSNorm itself"
@@ -183,13 +177,13 @@ def test_under_torch_compile_the_original_is_traced(name):
         compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
         torch.testing.assert_close(compiled(**inputs).logits, expected)
     assert graphs[1] == graphs[0]
-    assert not accelerate(compiled).norms.swapped  # finds what is in the wrapper
+    assert not accelerate(compiled).norms.swapped  # the norms in the wrapper are replaced already
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_was_compiled_and_has_run(whole):
-    """Compiled anew with the classes that it has then."""
+    """What has been compiled is compiled anew for the classes that it has afterwards."""
     model, inputs = build("gpt2")
     expected = loss_of(model, inputs)[1]
     torch._dynamo.reset()

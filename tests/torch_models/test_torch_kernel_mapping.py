@@ -1,6 +1,6 @@
-"""kernel_mapping: what Hugging Face's `kernels` puts into a model computes what the model's own norms do.
+"""The norms that Hugging Face's `kernels` puts into a model by `kernel_mapping` compute what the model's own do.
 
-`kernels` takes a mapping of another device than CUDA too: here what is for "cuda" is registered for "cpu" as well.
+`kernels` accepts mappings for other devices than CUDA, so the layers for "cuda" are registered for "cpu" here too.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MARKED = {
     Qwen3_5RMSNormGated: "RMSNormGated",
     KimiLinearRMSNormGated: "RMSNormGated",
 }
-MODES = [one | also for one in (Mode.TRAINING, Mode.INFERENCE) for also in (Mode(0), Mode.TORCH_COMPILE)]
+MODES = [mode | compiled for mode in (Mode.TRAINING, Mode.INFERENCE) for compiled in (Mode(0), Mode.TORCH_COMPILE)]
 
 
 @pytest.fixture(autouse=True)
 def marks(monkeypatch):
-    """transformers marks its classes where it takes the version of `kernels` that is installed."""
+    """Mark the classes of transformers, which marks them itself only for some versions of `kernels`."""
     for cls, name in MARKED.items():
         assert getattr(cls, "kernel_layer_name", name) == name
         monkeypatch.setattr(cls, "kernel_layer_name", name, raising=False)
@@ -55,7 +55,7 @@ def kernelized(model: nn.Module, mode: Mode = Mode.TRAINING | Mode.TORCH_COMPILE
 
 
 def layers_of(model: nn.Module) -> list[type]:
-    """Of the modules whose forward was replaced: whose it is."""
+    """Return the layers whose forward the modules have instead of their own."""
     layers = (mapping_module.RMSNorm, mapping_module.RMSNormZeroCentered, mapping_module.RMSNormGated)
     functions = [vars(module)["forward"].__func__ for module in model.modules() if "forward" in vars(module)]
     return [layer for function in functions for layer in layers if layer.forward is function]
@@ -72,7 +72,7 @@ def norm_of(cls: type, **attributes) -> nn.Module:
 @on_devices
 @pytest.mark.parametrize(("name", "mode"), [*(("llama", mode) for mode in MODES), ("qwen3", MODES[1])], ids=str)
 def test_a_model(device, name, mode):
-    """Logits and gradients, in every mode that kernels knows."""
+    """Logits and gradients are the same in every mode of `kernels`."""
     model, inputs = build(name, device=device)
     results = []
     for which in (copy.deepcopy(model), kernelized(model, mode)):
@@ -86,13 +86,13 @@ def test_a_model(device, name, mode):
 @on_devices
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "bfloat16 times float32", "float32 times float16"])
-@pytest.mark.parametrize("cls", [cls for cls in MARKED if cls is not Qwen3RMSNorm])  # which is Llama's
+@pytest.mark.parametrize("cls", [cls for cls in MARKED if cls is not Qwen3RMSNorm])  # Qwen3's norm is Llama's
 def test_a_norm(device, cls, dtypes, compiled):
-    """The dtype of the model's own result, and its value and gradients, rounded once."""
+    """The result has the dtype of the model's own, and values and gradients are rounded once."""
     x_dtype, _, weight_dtype = dtypes.partition(" times ")
     norm = norm_of(cls).to(device, getattr(torch, weight_dtype or x_dtype))
     tensors = [random(5, 64, dtype=getattr(torch, x_dtype), device=device, seed=seed) for seed in range(2)]
-    tensors = [one.requires_grad_() for one in tensors[: 1 + (MARKED[cls] == "RMSNormGated")]]
+    tensors = [tensor.requires_grad_() for tensor in tensors[: 1 + (MARKED[cls] == "RMSNormGated")]]
     exact = copy.deepcopy(norm).double()
     ours = kernelized(copy.deepcopy(norm))
     assert [layer.__name__ for layer in layers_of(ours)] == [MARKED[cls]]
@@ -100,14 +100,14 @@ def test_a_norm(device, cls, dtypes, compiled):
     call = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
     results = []
     for which, function in ((exact, exact), (norm, norm), (ours, call)):
-        given = [one.double() if which is exact else one for one in tensors]
+        given = [tensor.double() if which is exact else tensor for tensor in tensors]
         y = function(*given)
         results.append([y, *torch.autograd.grad(y.sum(), [which.weight, *tensors])])
-    assert [one.dtype for one in results[2]] == [one.dtype for one in results[1]]
-    for reference, found in zip(results[0], results[2], strict=True):
+    assert [tensor.dtype for tensor in results[2]] == [tensor.dtype for tensor in results[1]]
+    for reference, result in zip(results[0], results[2], strict=True):
         # The gradient of weight is summed over five rows before it is rounded.
-        room = {"atol": 1e-5, "rtol": 1e-5} if found.dtype is torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-        torch.testing.assert_close(found.to(reference.dtype), reference, **room)
+        room = {"atol": 1e-5, "rtol": 1e-5} if result.dtype is torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        torch.testing.assert_close(result.to(reference.dtype), reference, **room)
 
 
 def test_an_activation_that_is_not_known_runs_as_the_model_has_it():
@@ -119,9 +119,9 @@ def test_an_activation_that_is_not_known_runs_as_the_model_has_it():
 
 
 def test_rows_of_any_number_are_compiled_twice_at_most():
-    """Once for the rows of the first call, once for any."""
+    """The norm is compiled for the rows of the first call, and then for any number of rows."""
     torch._dynamo.reset()
-    norm = kernelized(norm_of(LlamaRMSNorm).to(torch.bfloat16)).requires_grad_(False)  # else it is several operators
+    norm = kernelized(norm_of(LlamaRMSNorm).to(torch.bfloat16)).requires_grad_(False)  # so that it is one operator
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(norm, fullgraph=True, backend=counter)
     for rows in (3, 5, 7, 9):
@@ -132,13 +132,13 @@ def test_rows_of_any_number_are_compiled_twice_at_most():
 
 
 def test_what_is_registered_for_other_names_stays(monkeypatch):
-    """On the device type "cuda", whose properties a machine without a GPU cannot tell."""
+    """The device type is "cuda", whose compute capability must be made up on a machine without a GPU."""
     monkeypatch.setattr(kernels.layer.repos, "_find_capability", lambda: 90)
     other = mapping_module._Here(nn.Module)
     registered = {name: {"cuda": {Mode.TRAINING: other, Mode.INFERENCE: other}} for name in ("RMSNorm", "SiLU")}
     with use_kernel_mapping(registered, inherit_mapping=False), use_kernel_mapping(kernel_mapping()):
-        found = kernels.layer.globals._KERNEL_MAPPING.get()
-        assert list(found["SiLU"]["cuda"].repos.values()) == [other, other]
+        mapping = kernels.layer.globals._KERNEL_MAPPING.get()
+        assert list(mapping["SiLU"]["cuda"].repos.values()) == [other, other]
         norm = kernelize(norm_of(LlamaRMSNorm), mode=Mode.TRAINING, device="cuda")
     assert layers_of(norm) == [mapping_module.RMSNorm]
 

@@ -1,4 +1,4 @@
-"""replace_norms of classes that are not torch.nn's: those that compute a norm of ours are taken, others are left."""
+"""replace_norms replaces norms of other classes than torch.nn's that compute one of our norms, and leaves others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLS = 32
 
 
 class LayerNorm(nn.Module):
-    """nanoGPT's: the eps stands in the method."""
+    """nanoGPT's norm, whose eps stands in its method."""
 
     def __init__(self, ndim, bias):
         super().__init__()
@@ -38,7 +38,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Meta's."""
+    """Meta's norm."""
 
     def __init__(self, dim: int = COLS, eps: float = 1e-6):
         super().__init__()
@@ -58,15 +58,15 @@ class OnePlusNorm(RMSNorm):
 
 
 class Fp32LayerNorm(nn.LayerNorm):
-    """CLIP's."""
+    """CLIP's norm."""
 
     def forward(self, x):
-        weight, bias = (None if one is None else one.float() for one in (self.weight, self.bias))
+        weight, bias = (None if parameter is None else parameter.float() for parameter in (self.weight, self.bias))
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
 
 
 class ByHandNorm(LayerNorm):
-    """eps has a name of its own, and 16-bit numbers are what is computed with."""
+    """A norm whose eps has another name, and which computes in the dtype of x."""
 
     def __init__(self, ndim, bias):
         super().__init__(ndim, bias)
@@ -79,7 +79,7 @@ class ByHandNorm(LayerNorm):
 
 
 class PlainNorm(nn.Module):
-    """Without a weight."""
+    """A norm without a weight."""
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], eps=1e-6)
@@ -95,10 +95,10 @@ class ColumnsNorm(nn.Module):
 
 
 class Normalise(RMSNorm):
-    """Its name says nothing."""
+    """A norm whose name does not end in Norm."""
 
 
-# Made, named by norms=[...], operation, eps.
+# Each case is (what makes the norm, whether norms=[...] must name it, operation, eps or its attribute).
 TAKEN: dict[str, tuple[Callable[[], nn.Module], bool, str, Any]] = {
     "nanoGPT's": (lambda: LayerNorm(COLS, bias=True), False, "layer_norm", 1e-5),
     "nanoGPT's without bias": (lambda: LayerNorm(COLS, bias=False), False, "layer_norm", 1e-5),
@@ -114,7 +114,7 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], bool, str, Any]] = {
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    """With parameters that are neither 0 nor 1."""
+    """Return a norm with parameters that are neither 0 nor 1."""
     norm = make()
     for seed, parameter in enumerate(norm.parameters()):
         parameter.data = random(*parameter.shape, dtype=torch.float32, seed=seed + 9)
@@ -125,7 +125,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", TAKEN)
 def test_a_class_of_ones_own_is_taken(device, case, dtype):
-    """It computes what it did, value and gradients, in the dtype that it had; so do its copies; and undo undoes it."""
+    """The norm and its copies keep their values, gradients and dtypes, and `undo` gives back the original."""
     make, named, operation, eps = TAKEN[case]
     norm = made(make).to(device, dtype)
     x = (random(4, 3, COLS, dtype=dtype, device=device) * 0.1).requires_grad_()
@@ -141,8 +141,8 @@ def test_a_class_of_ones_own_is_taken(device, case, dtype):
         gradients = torch.autograd.grad(y, [x, *which.parameters()], dy.to(y.dtype))
         results.append([y, *gradients])
     room = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
-    for found in results[2:]:
-        for reference, before, after in zip(results[0], results[1], found, strict=True):
+    for replaced in results[2:]:
+        for reference, before, after in zip(results[0], results[1], replaced, strict=True):
             assert after.dtype == before.dtype
             scale = float(reference.detach().abs().max())
             torch.testing.assert_close(after.double(), reference.double(), rtol=0, atol=room * scale)
@@ -152,13 +152,13 @@ def test_a_class_of_ones_own_is_taken(device, case, dtype):
 
 
 def of_name(cls: type, name: str) -> type:
-    """A class of code that transformers has loaded, whatever its name."""
+    """Make `cls` look like a class of that name in code that transformers has loaded."""
     cls.__name__, cls.__module__ = name, "transformers_modules.remote"
     return cls
 
 
 def remote(norm: Callable[..., Tensor], **attributes: Any) -> Callable[[], nn.Module]:
-    """A module with a weight and eps whose forward is `norm` of it and x."""
+    """Return what makes a module with weight, eps and `attributes` whose forward is `norm`."""
 
     def make() -> nn.Module:
         module = of_name(type("", (RMSNorm,), {"forward": norm}), "RemoteNorm")()
@@ -267,7 +267,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("case", LEFT)
 @pytest.mark.parametrize("training", [True, False])
 def test_what_computes_something_else_is_left(case, training):
-    """Nothing about it has changed, and the report names its class and why."""
+    """The norm is unchanged, and the report names its class and the reason."""
     make, reason = LEFT[case]
     norm = made(make).train(training)
     before = dict(vars(norm))
@@ -322,7 +322,7 @@ def test_modules_with_the_same_attributes_are_tried_once(monkeypatch):
 
 
 def test_a_trial_leaves_no_trace():
-    """Neither on torch's random numbers nor on autocast; hooks are not called, and the default device is not asked."""
+    """A trial changes neither torch's random state nor autocast, calls no hooks and ignores the default device."""
     norm = RMSNorm()
     norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
     state, autocast = torch.get_rng_state(), torch.is_autocast_enabled("cuda")
@@ -344,7 +344,7 @@ def test_dtypes_that_the_original_refuses_go_to_the_original():
 
 @pytest.mark.parametrize("case", TAKEN)
 def test_dtypes_under_autocast_are_those_of_a_gpu(case):
-    """Those that a trial on the CPU finds, against tensors of a GPU without memory."""
+    """The dtypes that a trial on the CPU finds are those of fake tensors of a GPU."""
     make, *_ = TAKEN[case]
     norm = made(make)
     form = forms.form_of(norm)
@@ -364,7 +364,7 @@ def test_dtypes_under_autocast_are_those_of_a_gpu(case):
 
 @pytest.mark.parametrize("elements", [COLS, COLS + 1])
 def test_what_calls_torchs_operator_does_so_below_a_size(monkeypatch, elements):
-    """As torch.nn's own: several operators are always replaced."""
+    """A norm that calls torch's operator is left to it below a size, and one of several operators never is."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", elements)
     ours = []
     monkeypatch.setattr(replace, "norm", lambda operation, x, *_: ours.append(operation) or x)
@@ -375,7 +375,7 @@ def test_what_calls_torchs_operator_does_so_below_a_size(monkeypatch, elements):
 
 
 class OfTimm(nn.LayerNorm):
-    """timm's LayerNorm in few words: timm itself needs torchvision."""
+    """A short copy of timm's LayerNorm, because timm itself needs torchvision."""
 
     def __init__(self, fast: bool = False):
         super().__init__(COLS)
@@ -385,7 +385,7 @@ class OfTimm(nn.LayerNorm):
         if not (self._fast_norm and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x)
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (one.to(dtype) for one in (x, self.weight, self.bias))
+        x, weight, bias = (tensor.to(dtype) for tensor in (x, self.weight, self.bias))
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -394,7 +394,7 @@ OfTimm.__module__, OfTimm.__name__ = "timm.layers.norm", "LayerNorm"
 
 
 def test_the_norm_of_timm():
-    """It is torch's, unless it was made for its fast norm."""
+    """timm's norm is torch's, unless it was made for timm's fast norm."""
     model = nn.Sequential(OfTimm(), OfTimm(fast=True))
     x = random(3, COLS, dtype=torch.float32)
     expected = model(x)
@@ -405,7 +405,7 @@ def test_the_norm_of_timm():
 
 
 def hooked(model: nn.Module) -> None:
-    """As Hugging Face's accelerate does it for device_map."""
+    """Replace the forward methods as Hugging Face's accelerate does it for device_map."""
     for module in model.modules():
         module._hf_hook, module._old_forward = object(), module.forward
         module.forward = functools.partial(type(module).forward, module)
@@ -419,7 +419,7 @@ def unhooked(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("function", [replace_norms, accelerate])
 def test_hooks_of_device_map(function):
-    """The report names the remedy, once, and it is one."""
+    """The report names the remedy once, and the remedy works."""
     model = nn.Sequential(nn.LayerNorm(COLS), RMSNorm())
     x = random(3, COLS, dtype=torch.float32)
     expected = model(x)

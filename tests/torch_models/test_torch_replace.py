@@ -1,4 +1,4 @@
-"""replace_norms: models of transformers with random weights compute the same, and undo gives back what was."""
+"""Models whose norms `replace_norms` replaced compute the same, and `undo` restores them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_root_itself():
 
 
 def test_what_is_wrapped_or_compiled_says_so():
-    """Nothing of it is replaced, and it computes what it did."""
+    """Such norms are not replaced, and the model computes what it did."""
     parametrized = nn.LayerNorm(8)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
     model = nn.Sequential(parametrized, torch.jit.script(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))))
@@ -104,7 +104,7 @@ NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5", "mamba2")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_and_gradients_of_a_model(device, name, dtype):
-    """Against the same model in float64: no farther from it than the untouched one, give or take."""
+    """The model is about as near to the same model in float64 as the untouched one."""
     model, inputs = build(name, device=device, dtype=dtype)
     exact = copy.deepcopy(model).double()
     reference = loss_and_gradients(exact, inputs)
@@ -149,7 +149,7 @@ def test_the_dtype_that_the_original_returns(name):
             )
 
 
-# Name of the model, and of a variant: prefix of the class, options, whether it is left.
+# Each model, or variant of a model, has (prefix of the class, options, whether its norm is left).
 GATED = {
     "mamba2": ("Mamba", {}, False),
     "qwen3_next": ("Qwen3Next", {}, False),
@@ -174,8 +174,8 @@ def gated_norm(name: str) -> nn.Module:
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("name", [name for name, (*_, left) in GATED.items() if not left])
 def test_a_gated_norm_of_transformers(device, name, dtypes):
-    """Value, gradients and their dtypes, rounded once; its gate may be absent where the original's may."""
-    x_dtype, weight_dtype = (getattr(torch, one) for one in dtypes)
+    """Values, gradients and dtypes are those of the original, and its gate may be absent where the original's may."""
+    x_dtype, weight_dtype = (getattr(torch, dtype) for dtype in dtypes)
     norm = gated_norm(name).to(device, weight_dtype)
     x, gate = (random(5, 64, dtype=x_dtype, device=device, seed=seed).requires_grad_() for seed in range(2))
     exact, ours = copy.deepcopy(norm).double(), pickle.loads(pickle.dumps(norm))
@@ -185,10 +185,10 @@ def test_a_gated_norm_of_transformers(device, name, dtypes):
         given = (x.double(), gate.double()) if which is exact else (x, gate)
         y = which(*given)
         results.append([y, *torch.autograd.grad(y.sum(), [which.weight, x, gate])])
-    assert [one.dtype for one in results[2]] == [one.dtype for one in results[1]]
-    for reference, found in zip(results[0], results[2], strict=True):
-        room = 1e-5 if found.dtype is torch.float32 and x_dtype is torch.float32 else 1e-2
-        torch.testing.assert_close(found.to(reference.dtype), reference, rtol=room, atol=room)
+    assert [tensor.dtype for tensor in results[2]] == [tensor.dtype for tensor in results[1]]
+    for reference, result in zip(results[0], results[2], strict=True):
+        room = 1e-5 if result.dtype is torch.float32 and x_dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(result.to(reference.dtype), reference, rtol=room, atol=room)
     if name == "mamba2":
         assert torch.equal(ours(x), norm(x))
     torch._dynamo.reset()
@@ -200,7 +200,7 @@ def test_a_gated_norm_of_transformers(device, name, dtypes):
 @pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 @pytest.mark.parametrize("name", ["mamba2", "kimi_linear", "zamba2, one group", "falcon_h1"])
 def test_what_a_gated_norm_launches(stand_in, lines, name):
-    """One kernel forward, one plan backward; x and a gate that is a part of a product are read where they lie."""
+    """Each pass is one plan, and x and a gate that is a part of a product are read where they lie."""
     norm = gated_norm(name).to(torch.bfloat16)
     x = random(5, 64, dtype=torch.bfloat16).requires_grad_()
     product, dy = random(5, 3 * 64, dtype=torch.bfloat16, seed=1).requires_grad_(), random(5, 64, dtype=x.dtype, seed=2)
@@ -209,10 +209,10 @@ def test_what_a_gated_norm_launches(stand_in, lines, name):
         if which is norm:
             replace_norms(norm)
         given = x, product.chunk(3, -1)[1]
-        y = which(*(one.double() if which is not norm else one for one in given))
+        y = which(*(tensor.double() if which is not norm else tensor for tensor in given))
         results.append([y, *torch.autograd.grad(y, [which.weight, x, product], dy.to(y.dtype))])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-2, atol=2e-2)
+    for exact, result in zip(*results, strict=True):
+        torch.testing.assert_close(result.double(), exact.double(), rtol=2e-2, atol=2e-2)
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
     assert not [line for line in lines() if "copied" in line]
 

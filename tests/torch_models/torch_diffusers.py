@@ -25,7 +25,7 @@ def _pixart() -> torch.nn.Module:
 
 
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict]:
-    """A model and inputs for it."""
+    """Return a model and inputs for it."""
     torch.manual_seed(0)
     times = torch.tensor([3, 500])
     picture, text, pooled = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 24), torch.randn(2, 20)
@@ -45,7 +45,7 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         inputs = {"hidden_states": torch.randn(2, 16, 4), "pooled_projections": pooled, **spoken}
         inputs |= {"timestep": times / 1000, "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}
     with torch.no_grad():
-        for parameter in model.parameters():  # some begin as zeros, and their layers compute nothing then
+        for parameter in model.parameters():  # some begin as zeros, with which their layers would compute nothing
             parameter.normal_(std=0.15)
     return model.eval().to(device, dtype), {name: value.to(device) for name, value in inputs.items()}
 

@@ -20,8 +20,8 @@ def _config(name: str) -> tuple[Any, Any]:
     gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
     vit = {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 10}
     whisper = {"vocab_size": 96, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
-    whisper |= {f"{one}_attention_heads": 4 for one in ("encoder", "decoder")} | SPECIAL
-    whisper |= {f"{one}_ffn_dim": 128 for one in ("encoder", "decoder")} | {"max_source_positions": 12}
+    whisper |= {f"{half}_attention_heads": 4 for half in ("encoder", "decoder")} | SPECIAL
+    whisper |= {f"{half}_ffn_dim": 128 for half in ("encoder", "decoder")} | {"max_source_positions": 12}
     t5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     t5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     mamba2 = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}
@@ -45,7 +45,7 @@ def _config(name: str) -> tuple[Any, Any]:
 
 
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict]:
-    """A model without dropout, whose norms have weights that are not 1, and inputs for it."""
+    """Return a model without dropout, whose norms have weights that are not 1, and inputs for it."""
     torch.manual_seed(0)
     cls, config = _config(name)
     model = cls(config).eval()
@@ -67,7 +67,7 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
 
 
 def loss_of(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, logits)"""
+    """Return (loss, logits)."""
     dtype = next(model.parameters()).dtype
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     labels = inputs.pop("labels")

@@ -1,4 +1,4 @@
-"""torch.compile, export, CUDA graphs: what traces or captures a call."""
+"""Calls under torch.compile, export, CUDA graphs and symbolic traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _forget_graphs():
 
 
 def fake(*shape, dtype=torch.bfloat16):
-    """A CUDA tensor without memory, on any machine; inside a FakeTensorMode."""
+    """Return a CUDA tensor without memory, which any machine can make inside a FakeTensorMode."""
     return torch.empty(*shape, device="cuda", dtype=dtype)
 
 
@@ -72,7 +72,7 @@ def test_rows_become_dynamic_by_themselves(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.slow
 def test_the_operator_between_others_under_inductor(device, op):
-    """The kernels are one call in the middle of what inductor fuses; gradients through it."""
+    """The kernels are one call in the middle of what inductor fuses, and gradients go through it."""
     x = random(50, COLS, device=device, dtype=torch.float32).requires_grad_()
     weight = random(COLS, device=device, dtype=torch.float32).requires_grad_()
 
@@ -88,7 +88,7 @@ def test_the_operator_between_others_under_inductor(device, op):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("op", OPS)
 def test_a_graph_holds_the_operator(op, grad):
-    """With statistics only where a gradient is wanted."""
+    """The graph's operator returns statistics only where a gradient is wanted."""
     graphs = []
 
     def backend(graph, example):
@@ -162,7 +162,7 @@ def test_make_fx_sees_both_passes(device):
 
 
 def test_the_operator_without_statistics_can_be_differentiated():
-    """As in a graph that was exported for inference and is trained after all."""
+    """A graph that was exported for inference may be trained after all."""
     x = random(3, 8).requires_grad_()
     for op in OPS:
         y = torch_plain.norm(x, None, None, op, 1, 0.1, x.dtype, False)[0]
@@ -235,7 +235,7 @@ def test_reduce_overhead_mode():
 
 @pytest.mark.gpu
 def test_the_current_stream_of_torch():
-    """x is written on a side stream behind a delay: the call on that stream sees it, and autograd's does."""
+    """A side stream writes x after a delay; both passes on that stream see what it wrote."""
     import cupy
     from busy import spin
 

@@ -1,4 +1,4 @@
-"""cunorm.torch.decompositions and ONNX: programs that hold the operators, for whoever has no kernels of ours."""
+"""cunorm.torch.decompositions and ONNX make programs that need none of our operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLS, OUTS = 16, 12
 
 
 class Called(nn.Module):
-    """A function of x alone, its other tensors as buffers."""
+    """A module that calls a function of x and of tensors that it holds as buffers."""
 
     def __init__(self, function: Callable[..., Any], *tensors: Any):
         super().__init__()
@@ -88,7 +88,7 @@ def exported(module: nn.Module) -> torch.export.ExportedProgram:
 
 @cases
 def test_run_decompositions_of_an_exported_program(case):
-    """The operator is in the program; behind run_decompositions torch's own are, with the same results for any rows."""
+    """The exported program has our operator; the decomposed one has torch's, with the same results for any rows."""
     program = exported(case.module)
     assert len(ours(program.graph)) == 1
     decomposed = program.run_decompositions(cunorm.torch.decompositions())
@@ -134,15 +134,15 @@ def test_both_passes_under_aot_autograd(op, linear):
 @pytest.mark.parametrize("shape", [(5, COLS), (COLS,), (0, COLS), (2, 3, COLS)], ids=str)
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
 def test_the_backward_operator(op, shape, mask):
-    """Results of the operator's shapes, dtypes and strides; none of them is an input's memory."""
+    """Results have the operator's shapes, dtypes and strides, and none of them is an input's memory."""
     dy = random(*shape, dtype=torch.float32)
     x, weight = random(*shape, seed=1).bfloat16(), random(COLS, seed=2).half()
     _, statistics = torch_plain.norm_forward(x, None, None, op, 1, 1e-3, x.dtype, True)
     mask = [*mask[:2], mask[2] and op == "layer_norm"]
 
     def function(dy, x, statistics, weight):
-        found = torch_plain.norm_backward(dy, x, statistics, weight, name_of(op, True), 1e-3, mask)
-        return [one for one in found if one is not None]
+        gradients = torch_plain.norm_backward(dy, x, statistics, weight, name_of(op, True), 1e-3, mask)
+        return [gradient for gradient in gradients if gradient is not None]
 
     tensors = (dy, x, statistics, weight)
     graph = make_fx(function, decomposition_table=cunorm.torch.decompositions())(*tensors)
@@ -156,11 +156,11 @@ def test_the_backward_operator(op, shape, mask):
 
 
 def test_the_table_is_the_callers_own():
-    """What is not asked for is not decomposed: nothing is registered anywhere."""
+    """Nothing is registered with torch, so only those who pass the table have our operators decomposed."""
     table = cunorm.torch.decompositions()
     assert {operator.namespace for operator in table} == {"cunorm"}
     assert set(table).isdisjoint(torch._decomp.decomposition_table)
-    # torch takes apart into the kernels what has no kernel of its own.
+    # torch decomposes operators that have no kernel of their own into the operators of the kernels.
     composite = {operators.fused_norm, linear_operators.norm_linear}
     assert set(table) & set(torch.export.default_decompositions()) <= composite
     table.clear()
@@ -169,7 +169,7 @@ def test_the_table_is_the_callers_own():
 
 # ONNX.
 
-# A program that is decomposed holds torch's operators alone, so each option meets one of the norms.
+# A decomposed program has torch's operators only, so it is enough that each option meets one of the norms.
 FOR_ONNX = [
     case
     for case in CASES
@@ -185,13 +185,13 @@ def onnx_program(*arguments: Any) -> Any:
 
 
 def nodes(program: Any) -> list[str]:
-    """The operators of a program, which are all ONNX's own."""
+    """Return the operators of a program, which must all be ONNX's own."""
     assert all(node.domain == "" for node in program.model.graph)
     return [node.op_type for node in program.model.graph]
 
 
 def results(program: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """What onnx's own evaluator, in NumPy, makes of a program."""
+    """Return the results of a program by onnx's own evaluator, which computes in NumPy."""
     from onnx.reference import ReferenceEvaluator
 
     evaluator = ReferenceEvaluator(program.model_proto)
@@ -211,7 +211,7 @@ MODULES = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_become_onnx(name):
-    """They need nothing of the caller, and compute the same there."""
+    """Modules need no help of the caller, and compute the same in ONNX."""
     x = random(5, COLS, dtype=torch.float32)
     program = onnx_program(MODULES[name], (x,))
     assert nodes(program)
@@ -224,7 +224,7 @@ def test_modules_become_onnx(name):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("centred", [False, True])
 def test_tensors_of_a_gpu_become_onnx(op, centred):
-    """Where a trace for anything else holds our operator, one for ONNX holds torch's."""
+    """A trace for ONNX has torch's operator, where any other trace has ours."""
     with FakeTensorMode():
         x, weight = torch.ones(5, COLS, device="cuda"), torch.ones(COLS, device="cuda")
     module = Called(lambda x, weight: norm(name_of(op, centred), x, (COLS,), weight, None, 1e-5, None, 0))
@@ -267,5 +267,5 @@ def test_an_exported_program_becomes_onnx_once_it_is_decomposed(case):
     assert nodes(program)
     x = random(5, COLS, dtype=torch.float32)
     expected = case.module(x)
-    if expected[0].dtype is not torch.bfloat16:  # which NumPy has not
+    if expected[0].dtype is not torch.bfloat16:  # a dtype that NumPy lacks
         torch.testing.assert_close(results(program, x), list(expected), rtol=1e-5, atol=1e-5)

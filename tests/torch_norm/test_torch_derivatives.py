@@ -1,4 +1,4 @@
-"""Derivatives of higher order, in both modes and under every transform, against those of the formula in single steps.
+"""Derivatives of higher order, in both modes and under every transform, are those of the formula in single steps.
 
 torch's own layer_norm is wrong in the third derivative, and in the second where one of the two is forward-mode.
 """
@@ -55,12 +55,12 @@ FUNCTIONS = {
 
 def by_autograd(f, x, weight, t):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    scalar, found = f(x, weight).pow(3).sum(), []
+    scalar, derivatives = f(x, weight).pow(3).sum(), []
     for order in range(4):
-        derivatives = torch.autograd.grad(scalar, (x, weight), create_graph=order < 3)
-        scalar = sum(one.square().sum() for one in derivatives)
-        found += derivatives
-    return found
+        gradients = torch.autograd.grad(scalar, (x, weight), create_graph=order < 3)
+        scalar = sum(gradient.square().sum() for gradient in gradients)
+        derivatives += gradients
+    return derivatives
 
 
 def by_func_grad(f, x, weight, t):
@@ -71,7 +71,7 @@ def by_func_grad(f, x, weight, t):
         return lambda x: grad(loss)(x).square().sum()
 
     losses = [loss, then(loss), then(then(loss)), then(then(then(loss)))]
-    return [grad(one)(x) for one in losses]
+    return [grad(scalar)(x) for scalar in losses]
 
 
 def by_jvp(f, x, weight, t):
@@ -81,7 +81,7 @@ def by_jvp(f, x, weight, t):
     def then(y):
         return lambda x: jvp(y, (x,), (t,))[1]
 
-    return [one(x) for one in (then(y), then(then(y)), then(then(then(y))))]
+    return [derivative(x) for derivative in (then(y), then(then(y)), then(then(then(y))))]
 
 
 def by_both(f, x, weight, t):
@@ -131,7 +131,8 @@ def derived_and_compiled(f, x, weight, t):
     def forward_in_reverse(x):
         return grad(lambda x: jvp(lambda x: f(x, weight), (x,), (t,))[1].square().sum())(x)
 
-    return [torch.compile(one, backend="aot_eager", fullgraph=True)(x) for one in (third, forward_in_reverse)]
+    functions = (third, forward_in_reverse)
+    return [torch.compile(function, backend="aot_eager", fullgraph=True)(x) for function in functions]
 
 
 WAYS = (
@@ -155,23 +156,23 @@ def test_derivatives_of_higher_order_are_exact(device, op, function, way):
     product = random(OUTS, COLS, device=device)
     x, t = (random(2, COLS, device=device, seed=seed) for seed in (0, 1))
     weight = random(COLS, device=device)
-    found, expected = (
+    results, expected = (
         way(lambda x, weight, f=f: f(op, x, weight, bias, product), x, weight, t) for f in FUNCTIONS[function]
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.detach().abs().max()))
 
 
 @on_devices
 def test_forward_mode_in_forward_mode(device):
-    """The example of the report, of which torch's own operator makes -0.3849."""
-    t, one = torch.tensor(0.7, device=device), torch.ones((), device=device)
+    """torch's own operator has -0.3849 for this second derivative."""
+    t, tangent = torch.tensor(0.7, device=device), torch.ones((), device=device)
     weight, bias = torch.tensor([1.0, 2.0], device=device), torch.zeros(2, device=device)
 
     def y(t):
         return cunorm.torch.layer_norm(torch.stack([t, 0 * t])[None], (2,), weight, bias, 0.25).sum()
 
-    second = jvp(lambda t: jvp(y, (t,), (one,))[1], (t,), (one,))[1]
+    second = jvp(lambda t: jvp(y, (t,), (tangent,))[1], (t,), (tangent,))[1]
     assert float(second) == pytest.approx(0.7749, abs=1e-4)
 
 
@@ -184,15 +185,15 @@ def test_one_column_has_no_gradient_but_that_of_bias(device):
 
 @pytest.mark.parametrize("cols", [2, 3, 4])
 def test_gradients_on_the_cpu_of_rows_far_from_zero(cols):
-    """Whole numbers beside a million, with a mean that is a float32: x * rstd - mean * rstd would lose all digits."""
+    """x holds whole numbers beside a million whose mean is a float32: x * rstd - mean * rstd would lose all digits."""
     steps = torch.arange(cols) - torch.arange(cols).sum() // cols
     steps[-1] -= steps.sum()
     rows = 1e6 + torch.arange(1, 6)[:, None] * steps
-    of = {"x": rows, "weight": random(cols), "dy": random(5, cols, seed=1)}
-    found, expected = [], []
-    for results, dtype in ((found, torch.float32), (expected, torch.float64)):
-        x, weight, dy = (one.float().to(dtype).requires_grad_() for one in of.values())
-        y = cunorm.torch.layer_norm(x, (cols,), weight)
-        results += torch.autograd.grad(y, (x, weight), dy)
-    for a, b in zip(found, expected, strict=True):
+    tensors = [tensor.float() for tensor in (rows, random(cols), random(5, cols, seed=1))]
+
+    def gradients(dtype):
+        x, weight, dy = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+        return torch.autograd.grad(cunorm.torch.layer_norm(x, (cols,), weight), (x, weight), dy)
+
+    for a, b in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))

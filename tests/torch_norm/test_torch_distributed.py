@@ -1,4 +1,4 @@
-"""DTensor with its rows sharded, and FSDP2: two processes on the CPU, as many as there are GPUs (to 2) on those."""
+"""DTensor with sharded rows, and FSDP2, in two processes on the CPU or in as many as there are GPUs, at most two."""
 
 from __future__ import annotations
 

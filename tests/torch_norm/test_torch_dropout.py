@@ -1,4 +1,4 @@
-"""Dropout of tensors: what NumPy's family drops, whatever looks at the call; seeds of modules."""
+"""Dropout of tensors: every kind of call drops what NumPy's generator drops, and modules draw their seeds."""
 
 from __future__ import annotations
 
@@ -25,48 +25,51 @@ both_norms = pytest.mark.parametrize("norm", FUNCTIONS)
 def given(norm, device, *shape):
     count = 2 if norm == "layer_norm" else 1
     shapes = (shape, shape, *[shape[-1:]] * count)
-    return [random(*of, device=device, seed=i).requires_grad_() for i, of in enumerate(shapes)]
+    return [random(*size, device=device, seed=i).requires_grad_() for i, size in enumerate(shapes)]
 
 
 def seed_of(device, number=7):
     return torch.tensor([number], device=device)
 
 
-def call(norm, tensors, seed, p=P):
+def call(norm, tensors, seed):
     x, residual, *parameters = tensors
-    return FUNCTIONS[norm](x, residual, *parameters, eps=1e-3, dropout_p=p, seed=seed)
+    return FUNCTIONS[norm](x, residual, *parameters, eps=1e-3, dropout_p=P, seed=seed)
 
 
-def masked(norm, tensors, seed, p=P):
-    """Return the results of a mask and the function without dropout."""
+def masked(norm, tensors, seed):
+    """Return the results of the function without dropout, on x times a mask."""
     x, residual, *parameters = tensors
-    mask = uniform(numpy.int64(int(seed)), tuple(x.shape), numpy) >= p
-    factor = torch.tensor(mask / (1 - p), dtype=x.dtype, device=x.device)
+    mask = uniform(numpy.int64(int(seed)), tuple(x.shape), numpy) >= P
+    factor = torch.tensor(mask / (1 - P), dtype=x.dtype, device=x.device)
     return FUNCTIONS[norm](x * factor, residual, *parameters, eps=1e-3)
 
 
+def cotangents_of(results):
+    return [random(*result.shape, device=result.device, seed=7 + i) for i, result in enumerate(results)]
+
+
 def gradients(results, tensors, **options):
-    cotangents = [random(*one.shape, device=one.device, seed=7 + i) for i, one in enumerate(results)]
-    return torch.autograd.grad(results, tensors, cotangents, **options)
+    return torch.autograd.grad(results, tensors, cotangents_of(results), **options)
 
 
-def check(norm, tensors, function=call):
+def check(norm, tensors):
     seed = seed_of(tensors[0].device)
-    found, expected = function(norm, tensors, seed), masked(norm, tensors, seed)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, tensors), gradients(expected, tensors))
+    results, expected = call(norm, tensors, seed), masked(norm, tensors, seed)
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(gradients(results, tensors), gradients(expected, tensors))
 
 
 @on_devices
 @both_norms
 def test_values_and_gradients_are_those_of_a_mask(device, norm):
     check(norm, given(norm, device, 2, 3, 40))
-    x, residual = (one.detach() for one in given(norm, device, 2, 3, 40)[:2])
+    x, residual = (tensor.detach() for tensor in given(norm, device, 2, 3, 40)[:2])
     (_, s), saved = getattr(cunorm, f"add_{norm}").forward(x, residual, dropout_p=P, seed=seed_of(device))
     torch.testing.assert_close(s, call(norm, (x, residual), seed_of(device))[1])
-    found = getattr(cunorm, f"add_{norm}").backward(saved, x, s)
+    dx = getattr(cunorm, f"add_{norm}").backward(saved, x, s)["x"]
     mask = uniform(numpy.int64(7), tuple(x.shape), numpy) < P
-    assert ((found["x"] == 0).cpu().numpy() == mask).all()
+    assert ((dx == 0).cpu().numpy() == mask).all()
 
 
 @needs_machine
@@ -74,7 +77,7 @@ def test_values_and_gradients_are_those_of_a_mask(device, norm):
 def test_launches_on_the_stand_in(stand_in, norm):
     check(norm, given(norm, "cpu", 5, 129))
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward"] * 2 + ["backward"] * 2
-    reads = [one.name for one in stand_in.plans[2].problem.operands if not one.written]
+    reads = [operand.name for operand in stand_in.plans[2].problem.operands if not operand.written]
     assert "x" not in reads
     assert "seed" in reads
 
@@ -96,31 +99,29 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch):
         pair = []
         for results in (call("rms_norm", tensors, seed), masked("rms_norm", tensors, seed)):
             first = gradients(results, chosen, create_graph=True)
-            pair.append(torch.autograd.grad(sum(one.square().sum() for one in first), tensors[0]))
+            pair.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in first), tensors[0]))
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
 
 
 @on_devices
 @both_norms
 def test_derivatives_and_transformations(device, norm):
-    tensors = [one.detach().double().requires_grad_() for one in given(norm, device, 3, 5)]
+    tensors = [tensor.detach().double().requires_grad_() for tensor in given(norm, device, 3, 5)]
     seed = seed_of(device)
     torch.autograd.gradcheck(lambda *tensors: call(norm, tensors, seed), tensors)
     torch.autograd.gradgradcheck(lambda *tensors: call(norm, tensors, seed), tensors)
-    x, *others = (one.detach() for one in tensors)
+    x, *others = (tensor.detach() for tensor in tensors)
     _, pull = torch.func.vjp(lambda x: call(norm, (x, *others), seed), x)
-    torch.testing.assert_close(*(pull((x, x)), gradients_of(norm, x, others, seed)))
-    batch = torch.stack([x, 2 * x])
-    for one, expected in zip(torch.vmap(lambda x: call(norm, (x, *others), seed)[1])(batch), batch, strict=True):
-        torch.testing.assert_close(one, call(norm, (expected, *others), seed)[1])
-    seeds = torch.tensor([[1], [2]], device=device)
-    for one, of in zip(torch.vmap(lambda seed: call(norm, (x, *others), seed)[1])(seeds), seeds, strict=True):
-        torch.testing.assert_close(one, call(norm, (x, *others), of)[1])
-
-
-def gradients_of(norm, x, others, seed):
     leaf = x.clone().requires_grad_()
-    return torch.autograd.grad(call(norm, (leaf, *others), seed), [leaf], (x, x))
+    expected_dx = torch.autograd.grad(call(norm, (leaf, *others), seed), [leaf], (x, x))
+    torch.testing.assert_close(pull((x, x)), expected_dx)
+
+    def s(x, seed):
+        return call(norm, (x, *others), seed)[1]
+
+    batch, seeds = torch.stack([x, 2 * x]), torch.tensor([[1], [2]], device=device)
+    torch.testing.assert_close(torch.vmap(s, (0, None))(batch, seed), torch.stack([s(row, seed) for row in batch]))
+    torch.testing.assert_close(torch.vmap(s, (None, 0))(x, seeds), torch.stack([s(x, number) for number in seeds]))
 
 
 @on_devices
@@ -128,11 +129,11 @@ def test_compiled_the_seed_is_an_argument(device):
     tensors = given("rms_norm", device, 2, 3, 40)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for number in (1, 2):
-        found = compiled("rms_norm", tensors, seed_of(device, number))
-        torch.testing.assert_close(found, call("rms_norm", tensors, seed_of(device, number)))
-        torch.testing.assert_close(
-            gradients(found, tensors), gradients(masked("rms_norm", tensors, seed_of(device, number)), tensors)
-        )
+        seed = seed_of(device, number)
+        results = compiled("rms_norm", tensors, seed)
+        torch.testing.assert_close(results, call("rms_norm", tensors, seed))
+        expected_gradients = gradients(masked("rms_norm", tensors, seed), tensors)
+        torch.testing.assert_close(gradients(results, tensors), expected_gradients)
 
 
 MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
@@ -142,7 +143,7 @@ MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
 @both_norms
 def test_modules_draw_their_seed_from_torchs_generator(device, norm):
     module = MODULES[norm](40, device=device, dropout_p=P)
-    x, residual = (one.detach() for one in given(norm, device, 2, 3, 40)[:2])
+    x, residual = (tensor.detach() for tensor in given(norm, device, 2, 3, 40)[:2])
     torch.manual_seed(1)
     first, second = module(x, residual)[1], module(x, residual)[1]
     torch.manual_seed(1)
@@ -164,13 +165,12 @@ def test_checkpoints_drop_the_same(device, use_reentrant):
     tensors = given("rms_norm", device, 2, 3, 40)[:2]
     torch.manual_seed(1)
     expected = module(*tensors)
-    of_expected = gradients(expected, [*tensors, module.weight])
+    expected_gradients = gradients(expected, [*tensors, module.weight])
     torch.manual_seed(1)
-    found = checkpoint(module, *tensors, use_reentrant=use_reentrant)
-    torch.testing.assert_close(found, expected)
-    cotangents = [random(*one.shape, device=device, seed=7 + i) for i, one in enumerate(found)]
-    torch.autograd.backward(found, cotangents)
-    torch.testing.assert_close([*(one.grad for one in tensors), module.weight.grad], list(of_expected))
+    results = checkpoint(module, *tensors, use_reentrant=use_reentrant)
+    torch.testing.assert_close(results, expected)
+    torch.autograd.backward(results, cotangents_of(results))
+    torch.testing.assert_close(tuple(leaf.grad for leaf in (*tensors, module.weight)), expected_gradients)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Bad input: torch's own type of error where torch has one, and a message that says what to do."""
+"""Bad input raises torch's own type of error where torch has one, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bad(NamedTuple):
     what: str
     change: Callable[[dict], dict]  # the good arguments -> those that differ
     error: type[Exception]
-    phrase: str = ""  # of the message on a GPU; on the CPU it is torch's own
+    phrase: str = ""  # a part of the message on a GPU; on the CPU the message is torch's own
 
 
 def sparse(a: dict) -> dict:
@@ -39,7 +39,7 @@ def quantised(a: dict) -> dict:
     return {"input": torch.quantize_per_tensor(a["input"], 0.1, 0, torch.qint8)}
 
 
-# What torch refuses too.
+# Arguments that torch's function refuses too.
 REFUSED = [
     Bad("input is a list", lambda a: {"input": [[1.0]]}, TypeError, "input must be a torch.Tensor; got list"),
     Bad("weight is a list", lambda a: {"weight": [1.0] * COLS}, TypeError, "weight must be a torch.Tensor; got list"),
@@ -57,7 +57,7 @@ REFUSED = [
     Bad("quantised", quantised, NotImplementedError, "must be a strided tensor"),
     Bad("eps is a string", lambda a: {"eps": "1e-5"}, TypeError, "eps must be a real number; got str"),
 ]
-# What is ours alone.
+# Wrong values of the options that torch's function has not.
 OURS = [
     Bad("margin is negative", lambda a: {"sm_margin": -1}, ValueError, "sm_margin must be 0 or more"),
     Bad("margin is a float", lambda a: {"sm_margin": 1.0}, TypeError, "sm_margin must be an integer; got float"),
@@ -86,7 +86,7 @@ def good(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", [*REFUSED, *OURS, CENTRED], ids=lambda bad: bad.what)
 def test_on_a_gpu(bad, warm):
     arguments = good("cuda")
-    if warm:  # a call before may not hide it
+    if warm:  # an earlier good call must not hide the error
         layer_norm(**arguments)
     arguments |= bad.change(arguments)
     with pytest.raises(bad.error) as caught:
@@ -183,7 +183,7 @@ def test_arguments_of_modules(cls, what, arguments, error, phrase):
 
 
 def as_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tensors over the memory of the arrays, so that what overlaps does so still."""
+    """Return tensors over the memory of the arrays, so that those that overlap still do."""
     return {name: tensor(value) if hasattr(value, "__dlpack__") else value for name, value in arguments.items()}
 
 
@@ -231,7 +231,7 @@ def test_the_norm_with_its_product_refuses_tensors_as_other_arrays(xp, function,
     assert str(caught.value).startswith(f"{function}: ")
 
 
-# What only tensors can be.
+# Wrong arguments that only tensors can be.
 TENSORS = [
     Bad("x is sparse", lambda a: {"x": a["x"].to_sparse()}, TypeError, "x must be a strided tensor; got layout"),
     Bad("x is quantised", lambda a: {"x": quantised({"input": a["x"]})["input"]}, TypeError, "got a quantised tensor"),

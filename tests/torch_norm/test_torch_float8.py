@@ -1,4 +1,4 @@
-"""FP8 output of torch tensors: the definition's bytes, by kernel, by torch's operators and under torch.compile."""
+"""FP8 output of torch tensors: kernels, torch's operators and torch.compile give the defined bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (33, 1000), (8, 4096), (5, 20000)])
 @pytest.mark.parametrize("op", OPS)
 def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
-    """x is float32, so that y is what was rounded."""
+    """x is float32, so that y holds the exact numbers that were rounded to FP8."""
     x, _, weight, bias = map(tensor, inputs(xp, rows, cols, "float32", weight="bfloat16"))
     y8, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
     assert (y8.dtype, y8.device, y.dtype) == (FORMATS[dtype], x.device, x.dtype)
@@ -37,7 +37,7 @@ def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
 @on_devices
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_of_16_bits_as_numpy_has_it(device, granularity):
-    """Bytes may be one rounding of float32 apart, for on the CPU y is torch's."""
+    """Bytes may be one rounding of float32 apart, because y is torch's on the CPU."""
     x = random(40, 1000, device=device, dtype=torch.bfloat16)
     y8, scale = cunorm.layer_norm_fp8(x, granularity=granularity)
     expected, expected_scale = cunorm.layer_norm_fp8(array(x.cpu()), granularity=granularity)

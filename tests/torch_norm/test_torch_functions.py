@@ -114,7 +114,7 @@ def test_only_what_needs_a_gradient_gets_one(device, op, wants, monkeypatch):
     tensors = [t.requires_grad_(want) for t, want in zip((x, weight, bias), wants, strict=True)]
     if op == "rms_norm":
         wants = (*wants[:2], False)
-    if device == "cuda":  # those of nodes.cpp are seen by nobody
+    if device == "cuda":  # the launches of nodes.cpp could not be observed
         from cunorm.torch.norm import nodes, repeats
 
         monkeypatch.setattr(nodes, "module", lambda: None)
@@ -132,7 +132,7 @@ def test_only_what_needs_a_gradient_gets_one(device, op, wants, monkeypatch):
     expected = torch.autograd.grad(torch_call(op, *tensors[: 3 if op == "layer_norm" else 2]).square().sum(), wanted)
     torch.testing.assert_close(gradients, expected)
     if device == "cuda":
-        assert written == [tuple(name for name, one in zip(("x", "weight", "bias"), wants, strict=True) if one)]
+        assert written == [tuple(name for name, want in zip(("x", "weight", "bias"), wants, strict=True) if want)]
 
 
 @pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_any_layout(device, op, number, of):
     plain = random(4, 6, COLS, device=device, seed=5)
     x, dy = (strided, plain) if of == "x" else (plain, strided)
     weight, bias = random(COLS, device=device), random(COLS, device=device, seed=1)
-    # A leaf of its own memory would not be strided: the tensor that requires grad is what x is a view of.
+    # A leaf with memory of its own would be contiguous, so x itself gets a gradient that goes on to a leaf.
     results = []
     for function in (call, torch_call):
         leaf = torch.zeros_like(x, memory_format=torch.contiguous_format).requires_grad_()
@@ -310,7 +310,7 @@ def test_forward_mode_derivative(device, op):
 
 @on_devices
 def test_lazy_negative(device):
-    """Return a view whose numbers are the negatives of those in memory."""
+    """x is a view whose numbers are the negatives of those in memory."""
     x = torch._neg_view(random(3, COLS, device=device))
     torch.testing.assert_close(layer_norm(x, (COLS,)), F.layer_norm(x, (COLS,)))
 
@@ -413,7 +413,7 @@ def test_out_beside_x_in_one_buffer(device, op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 def test_cunorms_own_function_is_the_same_road(device, op, cast):
-    """They have the bits and gradients of cunorm.torch's function, and y has the dtype of x, under autocast too."""
+    """cunorm's function has the bits and gradients of cunorm.torch's, but y has x's dtype under autocast too."""
     x, weight = (random(*s, device=device, dtype=torch.float32).requires_grad_() for s in ((5, COLS), (COLS,)))
     with torch.autocast(device, cast, enabled=cast is not None):
         y = getattr(cunorm, op)(x, None, weight, eps=EPS[op])

@@ -1,6 +1,4 @@
-"""Fused operations on torch tensors: launches on the stand-in and on a GPU, torch's own operators on the CPU, and all
-that looks at a call.
-"""
+"""Fused operations on torch tensors: launches on the stand-in and on a GPU, and torch's own operators on the CPU."""
 
 from __future__ import annotations
 
@@ -26,26 +24,26 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 
 def check(case: Case, shape: tuple[int, ...], dtype: str, device: str) -> None:
-    """By autograd, and by `forward` and `backward`, they are those of torch in float64."""
+    """Assert that results and gradients, by autograd and by `forward` and `backward`, are those of float64."""
     op = case.op
     # Autograd wants a gradient in the dtype of the result.
     made = make(case, shape, dtype, {"dy": op.dtype or dtype, "ds": op.s_dtype or dtype})
     arithmetic = "float64" if (op.s_dtype or made.x.dtype.name) == "float64" else "float32"
     exact, exact_gradients = expected(op, made)
     x, operands, gradients = leaves(made, device)
-    found = op(x, eps=EPS, **operands)
-    found = found if isinstance(found, tuple) else (found,)
-    for name, one in zip(op.operation.returns, found, strict=True):
-        assert one.dtype is getattr(torch, (op.dtype if name == "y" else op.s_dtype) or made.x.dtype.name)
-        close(name, array(one), exact[name], arithmetic)
-    wanting = {name: one for name, one in {"x": x, **operands}.items() if isinstance(one, torch.Tensor)}
-    by_autograd = torch.autograd.grad(found, list(wanting.values()), gradients)
-    for (name, of), one in zip(wanting.items(), by_autograd, strict=True):
-        assert (one.dtype, one.shape) == (of.dtype, of.shape)
-        close(f"d{name}", array(one), exact_gradients[name].reshape(one.shape), arithmetic)
+    results = op(x, eps=EPS, **operands)
+    results = results if isinstance(results, tuple) else (results,)
+    for name, result in zip(op.operation.returns, results, strict=True):
+        assert result.dtype is getattr(torch, (op.dtype if name == "y" else op.s_dtype) or made.x.dtype.name)
+        close(name, array(result), exact[name], arithmetic)
+    wanting = {name: value for name, value in {"x": x, **operands}.items() if isinstance(value, torch.Tensor)}
+    by_autograd = torch.autograd.grad(results, list(wanting.values()), gradients)
+    for (name, leaf), gradient in zip(wanting.items(), by_autograd, strict=True):
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
+        close(f"d{name}", array(gradient), exact_gradients[name].reshape(gradient.shape), arithmetic)
     _, saved = op.forward(x.detach(), eps=EPS, **{k: v.detach() if k in wanting else v for k, v in operands.items()})
-    for name, one in op.backward(saved, *gradients).items():
-        close(f"d{name}", array(one), exact_gradients[name].reshape(one.shape), arithmetic)
+    for name, gradient in op.backward(saved, *gradients).items():
+        close(f"d{name}", array(gradient), exact_gradients[name].reshape(gradient.shape), arithmetic)
 
 
 @on_devices
@@ -82,13 +80,12 @@ def test_a_number_for_each_row_and_a_tensor_without_axes(stand_in):
     """Each is broadcast over rows, so its gradient is a sum over them."""
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, gate, factor: xhat * gate * factor)
     x, gate, factor = random(2, 3, 40), random(3, 1), torch.tensor(0.75, dtype=torch.float64)
-    tensors = [one.requires_grad_() for one in (x, gate, factor)]
+    tensors = [leaf.requires_grad_() for leaf in (x, gate, factor)]
     y = op(x, gate=gate, factor=factor)
     expected_y = torch.nn.functional.layer_norm(x, (40,)) * gate * factor
     dy = random(2, 3, 40, seed=1)
     torch.testing.assert_close(y, expected_y)
-    pair = [torch.autograd.grad(one, tensors, dy) for one in (y, expected_y)]
-    torch.testing.assert_close(*pair)
+    torch.testing.assert_close(torch.autograd.grad(y, tensors, dy), torch.autograd.grad(expected_y, tensors, dy))
     assert len(stand_in.plans) == 2
 
 
@@ -98,16 +95,16 @@ def test_what_is_kept_and_allocated(stand_in):
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     weight = torch.ones(64, requires_grad=True)
     y, s = add_rms_norm(x, residual, weight)
-    rows, of_rows = (5, 64), (1, 5)
-    assert stand_in.allocated == [rows, rows, of_rows]
-    kept = [one.data_ptr() for one in y.grad_fn.saved_tensors]
+    full, statistics = (5, 64), (1, 5)
+    assert stand_in.allocated == [full, full, statistics]
+    kept = [tensor.data_ptr() for tensor in y.grad_fn.saved_tensors]
     assert {s.data_ptr(), weight.data_ptr()} < set(kept)
     assert len(kept) == 3
     stand_in.allocated.clear()
     ones = (torch.ones_like(y), torch.ones_like(s))
     dx, dresidual, _ = torch.autograd.grad((y, s), (x, residual, weight), ones)
     assert dx.data_ptr() == dresidual.data_ptr()
-    assert [one for one in stand_in.allocated if len(one) == 2] == [rows]
+    assert [shape for shape in stand_in.allocated if len(shape) == 2] == [full]
     y, s = add_rms_norm(x, residual, weight)
     (y.sum() + s.sum()).backward()
     assert x.grad.data_ptr() != residual.grad.data_ptr(), "leaves never share memory"
@@ -122,7 +119,7 @@ def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
     stand_in.allocated.clear()
     _, dresidual = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
     assert dresidual.data_ptr() == dy.data_ptr()
-    assert [one for one in stand_in.allocated if len(one) == 2] == [(5, 64)]
+    assert [shape for shape in stand_in.allocated if len(shape) == 2] == [(5, 64)]
     launches = len(stand_in.plans)
     y = rms_norm_add(x.detach(), residual)
     (dresidual,) = torch.autograd.grad(y, residual, dy)
@@ -137,7 +134,7 @@ def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
 @needs_machine
 @pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples", "numbers of rows"])
 def test_second_derivatives_of_launches(stand_in, monkeypatch, name):
-    """What was kept serves them: a backward pass that is differentiated goes by torch's own operators."""
+    """A backward pass that is differentiated goes by torch's own operators, on what the forward pass kept."""
     monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     function, tensors = example(name, (2, 2, 3))
     assert torch.autograd.gradgradcheck(function, tensors)
@@ -146,14 +143,14 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch, name):
 @needs_machine
 @pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples"])
 def test_a_backward_pass_that_somebody_listens_to(stand_in, monkeypatch, name):
-    """By the operator, of what was kept."""
+    """The pass goes by the operator then, on what the forward pass kept."""
     function, tensors = example(name, (2, 2, 8))
-    found = function(*tensors)
-    found = found if isinstance(found, tuple) else (found,)
-    cotangents = [random(*one.shape, seed=seed) for seed, one in enumerate(found)]
-    launched = torch.autograd.grad(found, tensors, cotangents, retain_graph=True)
+    results = function(*tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    cotangents = [random(*result.shape, seed=seed) for seed, result in enumerate(results)]
+    launched = torch.autograd.grad(results, tensors, cotangents, retain_graph=True)
     monkeypatch.setattr(dispatch, "launchable", lambda _: False)
-    torch.testing.assert_close(torch.autograd.grad(found, tensors, cotangents), launched)
+    torch.testing.assert_close(torch.autograd.grad(results, tensors, cotangents), launched)
 
 
 @needs_machine
@@ -164,11 +161,10 @@ def test_a_result_on_which_nothing_depends(stand_in, given):
     results = dict(zip("ys", add_rms_norm(x, residual, weight, 1e-5), strict=True))
     total = (x + residual).double()
     y = torch.nn.functional.rms_norm(total, (64,), weight.double(), 1e-5)
-    expected_of = {"y": y, "s": total}[given].pow(3).sum()
-    found = torch.autograd.grad(results[given].pow(3).sum(), (x, residual, weight))
-    expected_ones = torch.autograd.grad(expected_of, (x, residual, weight), allow_unused=True)
-    for one, other in zip(found, expected_ones, strict=True):
-        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-4, atol=1e-4)
+    expected_loss = {"y": y, "s": total}[given].pow(3).sum()
+    gradients = torch.autograd.grad(results[given].pow(3).sum(), (x, residual, weight))
+    expected_gradients = torch.autograd.grad(expected_loss, (x, residual, weight), materialize_grads=True)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
 
 
 @on_devices
@@ -177,25 +173,25 @@ def test_what_a_call_returns_is_contiguous_however_the_operands_lie(device, name
     made = make(CASES[name], (3, 5, 7), "float32", {"dy": CASES[name].op.dtype or "float32"})
     x, operands, gradients = leaves(made, device)
 
-    def moved(one: Any) -> Any:
-        """With the last axis first in memory."""
-        if not isinstance(one, torch.Tensor) or one.dim() < 2:
-            return one
-        return one.detach().movedim(-1, 0).contiguous().movedim(0, -1)
+    def moved(operand: Any) -> Any:
+        """Return a tensor with its last axis first in memory, and anything else as it is."""
+        if not isinstance(operand, torch.Tensor) or operand.dim() < 2:
+            return operand
+        return operand.detach().movedim(-1, 0).contiguous().movedim(0, -1)
 
-    op, given = CASES[name].op, {key: moved(one) for key, one in operands.items()}
-    found = op(moved(x), **given)
+    op, given = CASES[name].op, {key: moved(operand) for key, operand in operands.items()}
+    called = op(moved(x), **given)
     returned, saved = op.forward(moved(x), **given)
-    results = [*(found if isinstance(found, tuple) else (found,))]
+    results = [*(called if isinstance(called, tuple) else (called,))]
     results += returned if isinstance(returned, tuple) else (returned,)
-    results += [one for one in saved.statistics.values() if one is not None]
+    results += [statistic for statistic in saved.statistics.values() if statistic is not None]
     results += op.backward(saved, *map(moved, gradients)).values()
-    assert all(one.is_contiguous() for one in results)
+    assert all(result.is_contiguous() for result in results)
 
 
 @needs_machine
 def test_views_of_two_strides_are_not_copied(stand_in, lines):
-    """They lie apart as the queries of a packed QKV do."""
+    """The rows lie apart as the queries of a packed QKV do."""
     qkv = random(6, 3 * 4, 32, dtype=torch.float32)
     weight = random(32, dtype=torch.float32)
     op = cunorm.fuse("rms_norm", epilogue=lambda xhat, z, weight: xhat * weight + z)
@@ -219,18 +215,18 @@ def test_conditions_are_read_where_they_lie(stand_in, lines, join, norm):
     leaves = [x, residual, product] if join else [x, product]
     results = []
     for dtype in (torch.float64, torch.float32):
-        gate, scale, shift = (one[:, None] for one in product.to(dtype).chunk(6, dim=1)[2:5])
+        gate, scale, shift = (part[:, None] for part in product.to(dtype).chunk(6, dim=1)[2:5])
         summands = [x.to(dtype), residual.to(dtype), gate] if join else [x.to(dtype)]
         if dtype is torch.float32:
-            found = getattr(cunorm.torch, f"{join}{norm}_modulate")(*summands, scale, shift, eps=1e-5)
-            found = [*found] if join else [found]
+            outputs = getattr(cunorm.torch, f"{join}{norm}_modulate")(*summands, scale, shift, eps=1e-5)
+            outputs = [*outputs] if join else [outputs]
         else:
             s = summands[1] + gate * summands[0] if join else summands[0]
             y = getattr(torch.nn.functional, norm)(s, (64,), eps=1e-5) * (1 + scale) + shift
-            found = [y, s] if join else [y]
-        results.append([*found, *torch.autograd.grad(sum(one.square().sum() for one in found), leaves)])
-    for expected_one, one in zip(*results, strict=True):
-        torch.testing.assert_close(one, expected_one.to(one.dtype), rtol=1e-4, atol=1e-4)
+            outputs = [y, s] if join else [y]
+        results.append([*outputs, *torch.autograd.grad(sum(output.square().sum() for output in outputs), leaves)])
+    for exact, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, exact.to(result.dtype), rtol=1e-4, atol=1e-4)
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
     assert not [line for line in lines() if "copied" in line or "expanded" in line]
 
@@ -285,7 +281,7 @@ def on_gpu(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[An
     """Return x, residual and weight, which want gradients, and the gradients of y and s."""
     full = [random(rows, cols, device="cuda", dtype=dtype, seed=seed) for seed in range(4)]
     weight = random(cols, device="cuda", dtype=dtype)
-    return [*(one.requires_grad_() for one in (*full[:2], weight)), *full[2:]]
+    return [*(leaf.requires_grad_() for leaf in (*full[:2], weight)), *full[2:]]
 
 
 @pytest.mark.gpu
@@ -300,7 +296,7 @@ def test_results_have_the_bits_of_the_two_calls_and_gradients_agree(shape):
     assert same(y.detach(), apart.detach())
     assert same(dx, dresidual)
     torch.testing.assert_close(dweight, expected_dweight)
-    # The fused one rounds once, after the sum.
+    # The fused operation rounds once, after the sum.
     torch.testing.assert_close(dx, of_norm + ds, rtol=1e-2, atol=4e-2)
 
 
@@ -348,7 +344,7 @@ def test_the_current_stream_of_torch():
 @pytest.mark.gpu
 def test_peak_memory_is_that_of_the_results():
     x, residual, weight, dy, ds = on_gpu(4096, 4096)
-    add_rms_norm(x, residual, weight)  # what is allocated once
+    add_rms_norm(x, residual, weight)  # the first call makes allocations that are kept
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Fused operations of torch tensors with FP8 output: the definition's bytes by launches, operators and compile."""
+"""Fused operations of torch tensors with FP8 output: launches, operators and compiled calls give the defined bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ wide = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 +
 
 
 def check_adding(x, residual, weight, granularity, **options) -> None:
-    found, scale, y, s = cunorm.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity, **options)
+    y8, scale, y, s = cunorm.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity, **options)
     exact, s_alone = cunorm.add_rms_norm(x, residual, weight, dtype="float32")
-    check(*(array(one.cpu()) for one in (exact, found.view(torch.uint8), scale)), granularity, "e4m3")
-    assert found.dtype is torch.float8_e4m3fn
+    check(*(array(tensor.cpu()) for tensor in (exact, y8.view(torch.uint8), scale)), granularity, "e4m3")
+    assert y8.dtype is torch.float8_e4m3fn
     assert same(s, s_alone)
     assert same(y, cunorm.add_rms_norm(x, residual, weight)[0])
     fewer = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity, **options)
-    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(fewer, (found, scale, s), strict=True))
+    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(fewer, (y8, scale, s), strict=True))
 
 
 @on_devices
@@ -45,31 +45,30 @@ def test_bytes_scales_and_the_sum(device, rows, cols, granularity):
 def test_of_an_object(device, granularity):
     x, scale = (random(*shape, device=device, dtype=torch.float16) for shape in ((2, 5, 300), (2, 1, 300)))
     y_scale = None if granularity != "tensor" else torch.tensor([0.02], device=device)
-    found, scales = modulated.fp8(x, scale=scale, shift=0.5, granularity=granularity, y_scale=y_scale)
-    exact = wide(x, scale=scale, shift=0.5).reshape(10, 300)
-    check(*(array(one.cpu()) for one in (exact, found.view(torch.uint8).reshape(10, 300), scales)), granularity, "e4m3")
+    y8, scales = modulated.fp8(x, scale=scale, shift=0.5, granularity=granularity, y_scale=y_scale)
+    tensors = (wide(x, scale=scale, shift=0.5).reshape(10, 300), y8.view(torch.uint8).reshape(10, 300), scales)
+    check(*(array(tensor.cpu()) for tensor in tensors), granularity, "e4m3")
     assert scales.shape == {"row": (2, 5), "tensor": (), 128: (2, 5, 3)}[granularity]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_launch(monkeypatch, granularity):
-    """One, of contiguous rows and of some that are copied."""
+    """A call is one launch, and its results are the same for rows that must be copied."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
     launches = on_the_stand_in(monkeypatch)
     monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     x, residual = (random(7, 264, device="cpu", dtype=torch.float16) for _ in range(2))
     weight = random(264, device="cpu", dtype=torch.float32)
-    found, scale, s = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity)
+    expected = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity)
     assert len(launches.plans) == 1
     assert launches.plans[0].device == FEW_SMS
     check_adding(x, residual, weight, granularity)
     odd = residual.T.contiguous().T
     again = cunorm.add_rms_norm.fp8(x, odd, weight, granularity=granularity)
-    expected = (found, scale, s)
     assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(again, expected, strict=True))
-    empty = cunorm.add_rms_norm.fp8(x[:0], odd[:0], weight, granularity=granularity)
-    assert [tuple(one.shape) for one in empty] == [(0, 264), scale[:0].shape if scale.dim() else (), (0, 264)]
+    empty, scale = cunorm.add_rms_norm.fp8(x[:0], odd[:0], weight, granularity=granularity), expected[1]
+    assert [tuple(tensor.shape) for tensor in empty] == [(0, 264), scale[:0].shape if scale.dim() else (), (0, 264)]
 
 
 @on_devices
@@ -84,11 +83,10 @@ def test_under_compile(device, granularity):
         return *added, *modulated.fp8_forward(x, scale=weight, shift=0.5, granularity=granularity, y_scale=y_scale)
 
     y_scale = 0.01 if granularity == "tensor" else None
-    found, scale, y, s, *of_object = both(x, residual, weight)
-    assert same(s, x + residual)
-    for one in ((y, found, scale), (of_object[2], *of_object[:2])):
-        wide, narrow, scales = one
-        check(*(array(part.cpu()) for part in (wide, narrow.view(torch.uint8), scales)), granularity, "e4m3")
+    results = both(x, residual, weight)
+    assert same(results[3], x + residual)
+    for y8, scale, y in (results[:3], results[4:]):
+        check(*(array(tensor.cpu()) for tensor in (y, y8.view(torch.uint8), scale)), granularity, "e4m3")
 
 
 @on_devices
@@ -107,7 +105,7 @@ def test_what_is_wrong_is_said():
         cunorm.add_rms_norm.fp8(x.double(), x)
     with pytest.raises(TypeError, match="dtype must be 'e4m3' or 'e5m2'"):
         cunorm.add_rms_norm.fp8(x, x, dtype=torch.float16)
-    found, *_ = cunorm.add_rms_norm.fp8(x, x, dtype=torch.float8_e5m2)
-    assert found.dtype is torch.float8_e5m2
+    y8, *_ = cunorm.add_rms_norm.fp8(x, x, dtype=torch.float8_e5m2)
+    assert y8.dtype is torch.float8_e5m2
     with pytest.raises(TypeError, match="one float32"):
         modulated.fp8(x, scale=0.0, shift=0.0, granularity="tensor", y_scale=numpy.ones(2, "float32"))

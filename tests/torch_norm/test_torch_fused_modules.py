@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cpu_device  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
 import cunorm  # noqa: E402
@@ -23,17 +22,12 @@ from cunorm.torch import (  # noqa: E402
     rms_norm_gated,
 )
 
-needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
-
-
-# Functions and modules.
-
 
 @on_devices
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_functions_are_those_of_the_two_calls(device, norm, zero_centered_gamma):
-    """On a GPU they agree to the bit."""
+    """On a GPU, y and s have the bits of the two calls."""
     x, residual = (random(5, 4, 8, device=device, dtype=torch.bfloat16, seed=seed) for seed in range(2))
     weight, bias = (random(8, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
     parameters = (weight, bias) if norm == "layer_norm" else (weight,)
@@ -56,20 +50,20 @@ MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
 @on_devices
 @pytest.mark.parametrize("norm", MODULES)
 def test_modules_over_two_axes(device, norm):
-    """The module does as over one axis of as many elements, with gradients in the shape of the parameters."""
+    """A norm over two axes is that over one axis of as many elements, with gradients in the parameters' shape."""
     x, residual = (random(5, 4, 8, device=device, seed=seed).requires_grad_() for seed in range(2))
     module, flat = (MODULES[norm](shape, eps=1e-3, device=device) for shape in ((4, 8), 32))
     with torch.no_grad():
         module.weight.copy_(random(4, 8))
         flat.weight.copy_(module.weight.flatten())
-    found, expected = module(x, residual), flat(x.flatten(1), residual.flatten(1))
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == x.shape
-        torch.testing.assert_close(one.flatten(1), other)
-    of_module = torch.autograd.grad(found[0].sin().sum(), (x, *module.parameters()))
-    of_flat = torch.autograd.grad(expected[0].sin().sum(), (x, *flat.parameters()))
-    for one, other in zip(of_module, of_flat, strict=True):
-        torch.testing.assert_close(one, other.reshape(one.shape))
+    results, expected = module(x, residual), flat(x.flatten(1), residual.flatten(1))
+    for result, expected_result in zip(results, expected, strict=True):
+        assert result.shape == x.shape
+        torch.testing.assert_close(result.flatten(1), expected_result)
+    gradients = torch.autograd.grad(results[0].sin().sum(), (x, *module.parameters()))
+    flat_gradients = torch.autograd.grad(expected[0].sin().sum(), (x, *flat.parameters()))
+    for gradient, flat_gradient in zip(gradients, flat_gradients, strict=True):
+        torch.testing.assert_close(gradient, flat_gradient.reshape(gradient.shape))
     with pytest.raises(RuntimeError, match="normalized_shape must be the last axes of input"):
         module(x.flatten(1), residual.flatten(1))
 
@@ -114,7 +108,7 @@ def layer(x):
 
 
 SAMPLE = (2, 1, 8)
-# By function: shapes of the operands after x, options, and what torch makes of them.
+# Each function has the shapes of the operands after x, its options, and its formula in torch.
 NAMED = {
     "layer_norm_modulate": ((SAMPLE, SAMPLE), {}, lambda x, scale, shift: layer(x) * (1 + scale) + shift),
     "layer_norm_modulate, two axes": (
@@ -141,7 +135,7 @@ NAMED = {
     "gate_add_rms_norm_modulate, two axes": (
         ((2, 3, 8), (2, 8), (2, 8), (2, 8)),
         {},
-        lambda x, r, *vectors: gate_add_rms_norm_modulate(x, r, *(one[:, None] for one in vectors), eps=1e-3),
+        lambda x, r, *vectors: gate_add_rms_norm_modulate(x, r, *(vector[:, None] for vector in vectors), eps=1e-3),
     ),
     "rms_norm_gated": (
         ((2, 3, 8), (8,)),
@@ -163,18 +157,19 @@ def test_named_functions(device, name):
     shapes, options, formula = NAMED[name]
     function = name.partition(",")[0]
     tensors = [random(*shape, device=device, seed=i).requires_grad_() for i, shape in enumerate(((2, 3, 8), *shapes))]
-    expected_ones = formula(*tensors)
+    expected = formula(*tensors)
+
+    def gradients(results):
+        results = results if isinstance(results, tuple) else (results,)
+        cotangents = [random(2, 3, 8, device=device, seed=7 + i) for i in range(len(results))]
+        return torch.autograd.grad(results, tensors, cotangents, retain_graph=True)
+
     for module in (cunorm.torch, cunorm):
         results = getattr(module, function)(*tensors, eps=1e-3, **options)
-        torch.testing.assert_close(results, expected_ones)
-        pair = []
-        for found in (results, expected_ones):
-            found = found if isinstance(found, tuple) else (found,)
-            cotangents = [random(2, 3, 8, device=device, seed=7 + i) for i in range(len(found))]
-            pair.append(torch.autograd.grad(found, tensors, cotangents, retain_graph=True))
-        torch.testing.assert_close(*pair)
+        torch.testing.assert_close(results, expected)
+        torch.testing.assert_close(gradients(results), gradients(expected))
     compiled = torch.compile(getattr(cunorm.torch, function), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*tensors, eps=1e-3, **options), expected_ones)
+    torch.testing.assert_close(compiled(*tensors, eps=1e-3, **options), expected)
 
 
 @pytest.mark.slow
@@ -200,15 +195,15 @@ def test_adaptive_layer_norm_is_that_of_diffusers(chunk_dim):
     assert set(module.state_dict()) == names
     x = random(2, 5, 16)
     if chunk_dim == 0:
-        found = module(x, timestep=torch.tensor(3))
+        y = module(x, timestep=torch.tensor(3))
         temb = module.emb.weight[3]
         scale, shift = module.linear(torch.nn.functional.silu(temb)).chunk(2)
     else:
         temb = random(2, 8)
-        found = module(x, temb=temb)
+        y = module(x, temb=temb)
         shift, scale = module.linear(torch.nn.functional.silu(temb))[:, None].chunk(2, dim=2)
-    torch.testing.assert_close(found, torch.nn.functional.layer_norm(x, (16,)) * (1 + scale) + shift)
-    found.sum().backward()
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (16,)) * (1 + scale) + shift)
+    y.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Fused operations of tensors under all that looks at a call: derivatives, functorch, compile, export, texts."""
+"""Fused operations of tensors under derivatives, functorch, compile and export, and expressions that are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cpu_device  # noqa: E402
 from fusion_cases import CASES, make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -20,19 +19,14 @@ from cunorm.expression import silu  # noqa: E402
 from cunorm.torch import AddRMSNorm, add_rms_norm, decompositions  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
-needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
-
-
-# What looks at a call.
-
 FUSED = {name: CASES[name] for name in ("add_layer_norm", "gate", "both", "modulated")}
 
 
 def by_operator(name: str):
-    """The same function by the operator."""
+    """Return the function of `example` by the operator, and the options of the operator."""
     op = FUSED[name].op
     _, operands, _ = leaves(make(FUSED[name], (3, 2, 8), "float64"), "cpu")
-    numbers = {name: one for name, one in operands.items() if not isinstance(one, torch.Tensor)}
+    numbers = {name: operand for name, operand in operands.items() if not isinstance(operand, torch.Tensor)}
     names = [name for name in operands if name not in numbers]
     operation = op.operation
     options = [operation.norm, operation.prologue.text if operation.prologue else "", operation.epilogue.text]
@@ -48,9 +42,9 @@ def by_operator(name: str):
         0,
     ]
 
-    def function(x, *tensors, call=operators.fused_norm):
-        found = dict(zip(("y", "s"), call(x, list(tensors), *options), strict=False))
-        results = tuple(found[name] for name in operation.returns)
+    def function(x, *tensors):
+        y, s, _ = operators.fused_norm(x, list(tensors), *options)
+        results = tuple({"y": y, "s": s}[name] for name in operation.returns)
         return results if len(results) > 1 else results[0]
 
     return function, options
@@ -82,25 +76,25 @@ def test_opcheck(device, name):
     _, options = by_operator(name)
     x, *operands = tensors
     torch.library.opcheck(operators.fused_norm, (x, operands, *options))
-    x, *operands = [one.detach() for one in tensors]
+    x, *operands = [tensor.detach() for tensor in tensors]
     y, s, statistics = operators.fused_norm_forward(x, operands, *options)
     torch.library.opcheck(operators.fused_norm_forward, (x, operands, *options))
     s = s if "s" in options[5] else None
     dtypes = ["float64"] * len(tensors)
-    # Each gradient once: those of x and of residual may be equal.
+    # The gradients of x and of residual may be the same tensor, so only that of x is wanted.
     wanted = [name != "residual" for name in ("x", *options[3][: len(operands)])]
     given = (y.cos(), None if s is None else s.cos(), x, operands, s, statistics, *options[:7], torch.float64, dtypes)
     torch.library.opcheck(operators.fused_norm_backward, (*given, wanted, 0))
 
 
 def test_results_are_not_the_memory_of_inputs():
-    """Of formulas that hand on what they get."""
+    """Here s is equal to x, and the gradient of z to dy, but neither shares its memory."""
     op = cunorm.fuse("rms_norm", prologue=lambda x, r: x + 0 * r, epilogue=lambda xhat, z: xhat + z, returns=("y", "s"))
     x, r, z = (random(3, 8, seed=seed).requires_grad_() for seed in range(3))
     (y, s), saved = op.forward(x, r=r, z=z)
     dy, ds = random(3, 8, seed=4), random(3, 8, seed=5)
-    found = [*op.backward(saved, dy, ds).values(), y, s]
-    assert not {one.data_ptr() for one in (x, r, z, dy, ds)} & {one.data_ptr() for one in found}
+    results = [*op.backward(saved, dy, ds).values(), y, s]
+    assert not {tensor.data_ptr() for tensor in (x, r, z, dy, ds)} & {result.data_ptr() for result in results}
     options = ("x + 0 * r", "xhat + z", ["r", "z"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True, 0, 0)
     torch.library.opcheck(operators.fused_norm, (x, [r, z], "rms_norm", *options))
 
@@ -108,15 +102,15 @@ def test_results_are_not_the_memory_of_inputs():
 @pytest.mark.parametrize("name", FUSED)
 def test_functorch(name):
     function, tensors = example(name)
-    tensors = [one.detach() for one in tensors]
+    tensors = [tensor.detach() for tensor in tensors]
     operator, _ = by_operator(name)
 
     def loss(function):
-        def of(*tensors):
-            found = function(*tensors)
-            return sum(one.pow(3).sum() for one in (found if isinstance(found, tuple) else (found,)))
+        def scalar(*tensors):
+            results = function(*tensors)
+            return sum(result.pow(3).sum() for result in (results if isinstance(results, tuple) else (results,)))
 
-        return of
+        return scalar
 
     results = []
     for called in (function, operator):
@@ -126,7 +120,7 @@ def test_functorch(name):
         results.append([torch.func.grad(loss(called), each)(*tensors), batched(stacked, *tensors[1:])])
     torch.testing.assert_close(*results)
     _, tangent = torch.func.jvp(loss(function), tuple(tensors), tuple(map(torch.ones_like, tensors)))
-    slopes = sum(one.sum() for one in results[0][0])
+    slopes = sum(gradient.sum() for gradient in results[0][0])
     torch.testing.assert_close(tangent, slopes)
 
 
@@ -134,14 +128,15 @@ def test_functorch(name):
 def test_batched_cotangents_of_an_eager_graph(name):
     _, tensors = example(name)
     function, _ = by_operator(name)
-    found = function(*tensors)
-    found = found if isinstance(found, tuple) else (found,)
-    cotangents = [random(4, *one.shape, seed=seed) for seed, one in enumerate(found)]
-    batched = torch.autograd.grad(found, tensors, cotangents, is_grads_batched=True, retain_graph=True)
+    results = function(*tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    cotangents = [random(4, *result.shape, seed=seed) for seed, result in enumerate(results)]
+    batched = torch.autograd.grad(results, tensors, cotangents, is_grads_batched=True, retain_graph=True)
     singly = [
-        torch.autograd.grad(found, tensors, list(one), retain_graph=True) for one in zip(*cotangents, strict=True)
+        torch.autograd.grad(results, tensors, list(sample), retain_graph=True)
+        for sample in zip(*cotangents, strict=True)
     ]
-    torch.testing.assert_close(batched, tuple(torch.stack(one) for one in zip(*singly, strict=True)))
+    torch.testing.assert_close(batched, tuple(torch.stack(gradients) for gradients in zip(*singly, strict=True)))
 
 
 class Block(torch.nn.Module):
@@ -158,7 +153,7 @@ class Block(torch.nn.Module):
 
 
 def gradients_of(function, *tensors, parameters=()):
-    leaves = [one.detach().requires_grad_() for one in tensors]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     y = function(*leaves)
     return [y, *torch.autograd.grad(y.square().sum(), [*leaves, *parameters])]
 
@@ -174,8 +169,8 @@ def test_compiled_without_recompiling_for_other_rows(device, backend):
     frames = 0
     for rows in (50, 7, 333):
         tensors = [random(rows, 64, device=device, dtype=torch.float32, seed=seed) for seed in range(2)]
-        pair = [gradients_of(one, *tensors, parameters=[block.weight]) for one in (compiled, block)]
-        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+        gradients, expected = (gradients_of(f, *tensors, parameters=[block.weight]) for f in (compiled, block))
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
         frames = frames or counter.frame_count
     assert counter.frame_count == frames
 
@@ -183,7 +178,7 @@ def test_compiled_without_recompiling_for_other_rows(device, backend):
 @pytest.mark.slow
 @on_devices
 def test_compiled_with_vectors_for_samples(device):
-    """Samples of any number and length."""
+    """One compiled graph serves any number of samples and any length of them."""
     torch._dynamo.reset()
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
 
@@ -219,18 +214,15 @@ def test_exported_and_loaded(device, strict, tmp_path):
     torch.testing.assert_close(decomposed.module()(*tensors), block(*tensors), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [(4, 64), (4, 60)], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_fake_tensors_need_no_gpu(arguments, dtype):
+def test_fake_tensors_need_no_gpu(dtype):
     with FakeTensorMode():
         x, residual = (torch.empty(4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        weight = torch.empty(arguments[1], device="cuda")
-        if arguments[1] == 64:
-            y, s = add_rms_norm(x, residual, weight, dtype=dtype, s_dtype=torch.float32)
-            assert (y.dtype, s.dtype, s.shape, s.device.type) == (dtype or x.dtype, torch.float32, (4, 64), "cuda")
-        else:
-            with pytest.raises(RuntimeError, match="weight must have the shape of the last axis of x"):
-                add_rms_norm(x, residual, weight, dtype=dtype)
+        weight, short = (torch.empty(cols, device="cuda") for cols in (64, 60))
+        y, s = add_rms_norm(x, residual, weight, dtype=dtype, s_dtype=torch.float32)
+        assert (y.dtype, s.dtype, s.shape, s.device.type) == (dtype or x.dtype, torch.float32, (4, 64), "cuda")
+        with pytest.raises(RuntimeError, match="weight must have the shape of the last axis of x"):
+            add_rms_norm(x, residual, short, dtype=dtype)
 
 
 @on_devices
@@ -242,14 +234,14 @@ def test_checkpoint(device, use_reentrant):
     def again(*tensors):
         return torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=use_reentrant)
 
-    leaves = [one.requires_grad_() for one in tensors]
+    leaves = [*(tensor.requires_grad_() for tensor in tensors), block.weight]
     results = []
     for function in (again, block):
-        y = function(*leaves)
+        y = function(*leaves[:2])
         y.square().sum().backward()
-        results.append([y.detach(), *(one.grad for one in (*leaves, block.weight))])
-        for one in (*leaves, block.weight):
-            one.grad = None
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -261,7 +253,7 @@ def test_a_module_becomes_onnx():
     assert {node.domain for node in program.model.graph} == {""}
 
 
-# Texts from elsewhere.
+# Expressions that somebody else wrote.
 
 TEXTS = [
     ("x + residual; asm(1)", "xhat", "expression is wrong at position 12"),

@@ -1,4 +1,4 @@
-"""The modules are torch's own to whoever holds them."""
+"""The modules behave as torch.nn's own."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_meta_device(ours, torchs):
 
 @pairs
 def test_resetting_leaves_parameters_on_the_meta_device(ours, torchs):
-    """They do as torch.nn's modules do, and TransformerEngine's do not."""
+    """The modules do as torch.nn's modules, and unlike TransformerEngine's."""
     for module in (ours(8, device="meta"), torchs(8, device="meta")):
         module.reset_parameters()
         assert all(parameter.is_meta for parameter in module.parameters())
@@ -164,7 +164,7 @@ def test_torchs_default_device_is_that_of_parameters(name):
     modules["meta, given"] = make(device="meta")
     for device, module in modules.items():
         assert {p.device.type for p in module.parameters()} == {device.split(",")[0]}, device
-    # Without any LayerNormLinear is on the GPU, as TransformerEngine's, the others where torch.nn's modules are.
+    # Without a device, LayerNormLinear is on the GPU as TransformerEngine's is, and the others are as torch.nn's are.
     other = "cuda" if name == "LayerNormLinear" and torch.cuda.is_available() else "cpu"
     assert {p.device.type for p in make().parameters()} == {other}
 
@@ -206,7 +206,7 @@ def test_spellings_of_transformer_engine(ours, torchs):
 @on_devices
 @pairs
 def test_zero_centered_gamma(device, ours, torchs):
-    """1 + weight is added in the arithmetic, not in weight's dtype: 2^-9 is lost in a bfloat16 1 + weight."""
+    """1 + weight is computed in the compute dtype: in bfloat16, the dtype of weight, 2^-9 would be lost."""
     module = ours(64, device=device, dtype=torch.bfloat16, zero_centered_gamma=True)
     x = random(4, 64, device=device, dtype=torch.float32)
     plain = torchs(64, device=device)(x)
@@ -221,7 +221,7 @@ def test_zero_centered_gamma(device, ours, torchs):
 def test_sm_margin_reaches_the_plan(ours, torchs, margin, monkeypatch):
     from cunorm.torch.norm import launching, nodes
 
-    monkeypatch.setattr(nodes, "module", lambda: None)  # C++ would launch, and be seen by nobody
+    monkeypatch.setattr(nodes, "module", lambda: None)  # launches of C++ could not be observed
     margins = []
     run = launching.launch.run
     monkeypatch.setattr(

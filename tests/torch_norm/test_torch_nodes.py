@@ -50,8 +50,8 @@ pytestmark = [
 
 @pytest.fixture
 def driver(monkeypatch, stand_in) -> Iterator[Driver]:
-    with playing_a_gpu(monkeypatch, stand_in) as found:
-        yield found
+    with playing_a_gpu(monkeypatch, stand_in) as driver:
+        yield driver
 
 
 def directions(plans: Any) -> list[str]:
@@ -70,13 +70,13 @@ NORMS = {
 
 
 def a_norm(name: str, rows: int = 5, cols: int = 136) -> tuple[Any, list[Any], Any]:
-    """(the call, what wants gradients, dy)"""
+    """Return (the call, the tensors that want gradients, dy)."""
     function, dtype, weights, x_wants, weights_want = NORMS[name]
     x, dy = (random(rows, cols, dtype=getattr(torch, dtype), seed=seed) for seed in range(2))
     vectors = 0 if weights is None else 2 if function is layer_norm else 1
     tensors = [random(cols, dtype=getattr(torch, weights), seed=2 + i) for i in range(vectors)]
     wanting = [x.requires_grad_()] if x_wants else []
-    wanting += [one.requires_grad_() for one in tensors] if weights_want else []
+    wanting += [tensor.requires_grad_() for tensor in tensors] if weights_want else []
     return lambda: function(x, (cols,), *tensors), wanting, dy
 
 
@@ -110,11 +110,11 @@ def test_a_fused_operation_has_the_bits_of_python(driver, stand_in, name, shape,
     case = CASES[name]
     made = make(case, shape, dtype, {"dy": case.op.dtype or dtype, "ds": case.op.s_dtype or dtype})
     x, operands, given = leaves(made, "cpu")
-    wanting = [x, *(one for one in operands.values() if isinstance(one, torch.Tensor))]
+    wanting = [x, *(operand for operand in operands.values() if isinstance(operand, torch.Tensor))]
 
     def call() -> tuple[Any, ...]:
-        found = case.op(x, eps=EPS, **operands)
-        return found if isinstance(found, tuple) else (found,)
+        results = case.op(x, eps=EPS, **operands)
+        return results if isinstance(results, tuple) else (results,)
 
     expected = by_python(call, wanting, given)
     for turn in range(3):
@@ -128,17 +128,15 @@ def test_what_is_added_has_the_gradient_itself(driver):
     from cunorm.torch import layer_norm_add
 
     x, residual, dy = (random(4, 64, dtype=torch.float32, seed=seed) for seed in range(3))
-    for one in (x, residual):
-        one.requires_grad_()
-    found = []
-    for _ in range(3):
-        y = layer_norm_add(x, residual)
-        found.append(gradients(y, [x, residual], [dy]))
-        same_bits(found[-1], found[0])
+    leaves = [x.requires_grad_(), residual.requires_grad_()]
+    first = gradients(layer_norm_add(x, residual), leaves, [dy])
+    for _ in range(2):
+        same_bits(gradients(layer_norm_add(x, residual), leaves, [dy]), first)
     assert directions(driver.plans) == ["forward", "backward"] * 3
 
 
 def described(call: Any, wanting: list[Any], dy: Any) -> None:
+    """Run both passes until C++ has their descriptions."""
     for _ in range(3):
         torch.autograd.grad(call(), wanting, dy)
 
@@ -156,9 +154,9 @@ def test_gradients_of_other_layouts(driver, name):
     described(call, wanting, dy)
     other = LEFT[name](dy)
     count = len(driver.plans)
-    found = gradients(call(), wanting, [other])
+    results = gradients(call(), wanting, [other])
     assert directions(driver.plans[count:]) == ["forward"]
-    same_bits(found, gradients(call(), wanting, [other.contiguous().clone()]))
+    same_bits(results, gradients(call(), wanting, [other.contiguous().clone()]))
 
 
 def test_x_at_an_odd_address(driver):
@@ -177,7 +175,7 @@ def test_some_gradients_alone(driver):
     every = gradients(call(), wanting, [dy])
     for _ in range(2):
         same_bits(gradients(call(), wanting[1:2], [dy]), every[1:2])
-    written = [one.name for one in driver.plans[-1].problem.operands if one.written]
+    written = [operand.name for operand in driver.plans[-1].problem.operands if operand.written]
     assert written == ["dweight"]
 
 
@@ -190,19 +188,16 @@ def test_second_derivatives(driver):
         (dx,) = torch.autograd.grad(call(), [x], dy, create_graph=True)
         return [*torch.autograd.grad(dx.square().sum(), [x, weight])]
 
-    for one, other in zip(
-        second(call), second(lambda: torch.nn.functional.rms_norm(x, x.shape[-1:], weight)), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(second(call), second(lambda: torch.nn.functional.rms_norm(x, x.shape[-1:], weight)))
 
 
 def test_what_saved_tensors_hooks_change(driver):
-    """What comes back lies otherwise than what was saved."""
+    """The tensor that comes back has other strides than the one that was saved."""
     call, wanting, dy = a_norm("x alone")
     described(call, wanting, dy)
     expected = gradients(call(), wanting, [dy])
     count = len(driver.plans)
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one.t().contiguous().t()):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved.t().contiguous().t()):
         y = call()
     same_bits(gradients(y, wanting, [dy]), expected)
     assert directions(driver.plans[count:]) == ["forward"]
@@ -260,28 +255,28 @@ def test_repeated_calls_have_the_bits_of_first_ones(driver, op):
 def test_tensors_are_not_kept(driver):
     tensors = [random(4, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2)]
     for call in (lambda x, _: rms_norm(x, (64,)), lambda x, residual: add_rms_norm(x, residual)[0]):
-        x, residual = (one.detach().clone().requires_grad_() for one in tensors)
+        x, residual = (tensor.detach().clone().requires_grad_() for tensor in tensors)
         kept = [weakref.ref(x), weakref.ref(residual)]
         for _ in range(3):
             call(x, residual).sum().backward()
         del x, residual
         gc.collect()
-        assert [one() for one in kept] == [None, None]
+        assert [reference() for reference in kept] == [None, None]
 
 
 def test_threads(driver):
     call, wanting, dy = a_norm("weight and bias")
     described(call, wanting, dy)
     expected = gradients(call(), wanting, [dy])
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(gradients(call(), wanting, [dy]))) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert len(found) == 4
-    for one in found:
-        same_bits(one, expected)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(gradients(call(), wanting, [dy]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        same_bits(result, expected)
 
 
 def test_tensor_hooks_see_gradients(driver):
@@ -295,7 +290,7 @@ def test_tensor_hooks_see_gradients(driver):
 
 
 def views(count: int, dtype: str = "float32") -> list[Any]:
-    """Tensors of one shape, with so many strides from row to row."""
+    """Return `count` tensors of one shape, each with another stride from row to row."""
     return [random(5, 136 + 8 * more, dtype=getattr(torch, dtype))[:, :136] for more in range(count)]
 
 
@@ -308,9 +303,9 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_layouts_that_take_turns_are_described_once(driver, monkeypatch, name):
-    """However many: not only the last four."""
-    described, count = [], nodes.forward_pass
-    monkeypatch.setattr(nodes, "forward_pass", lambda *a: described.append(a) or count(*a))
+    """All nine layouts stay described, not only the last few."""
+    described, forward_pass = [], nodes.forward_pass
+    monkeypatch.setattr(nodes, "forward_pass", lambda *a: described.append(a) or forward_pass(*a))
     function, xs, weight = FUNCTIONS[name], views(9), random(136, dtype=torch.float32).requires_grad_()
     dy = random(*function(xs[0], weight).shape, dtype=torch.float32)
     for turn in range(3):
@@ -337,13 +332,13 @@ def test_gradients_that_take_turns_are_described_once(driver, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [rms_norm, add_rms_norm])
 def test_shapes_that_come_and_go(driver, monkeypatch, op):
-    """What serves them goes with them, and shapes that come again have nodes."""
+    """What serves a shape is freed with it, and a shape that comes again has a node."""
     monkeypatch.setattr(repeats, "RECIPES", 4)
     alive, make_pass = [], nodes.module().make_pass
     monkeypatch.setattr(nodes, "module", lambda: SimpleNamespace(**vars(driver.compiled) | {"make_pass": made}))
 
     def made(*given: Any) -> Any:
-        alive.append(weakref.ref(given[-1]))  # what computes gradients by Python
+        alive.append(weakref.ref(given[-1]))  # the function that computes gradients by Python
         return make_pass(*given)
 
     def run(rows: int) -> None:
@@ -360,12 +355,12 @@ def test_shapes_that_come_and_go(driver, monkeypatch, op):
         run(1)
     gc.collect()
     assert len(alive) > 38
-    assert sum(one() is not None for one in alive) <= 8
+    assert sum(reference() is not None for reference in alive) <= 8
 
 
 @pytest.mark.slow
 def test_a_node_keeps_what_it_needs(driver):
-    """Its call may be forgotten before the backward pass, the first one or a later one."""
+    """The call may be forgotten before its backward pass, whether that is the first one or a later one."""
     call, wanting, dy = a_norm("weight and bias")
     expected = by_python(call, wanting, [dy])[1:]
     for _ in range(2):
@@ -377,7 +372,7 @@ def test_a_node_keeps_what_it_needs(driver):
 
 @pytest.mark.slow
 def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
-    """Of descriptions alone: with their plans it takes minutes."""
+    """Only the descriptions are made: their plans would take minutes."""
     assert nodes.build() == ""
     monkeypatch.setattr(nodes, "module", nodes.load)
     monkeypatch.setattr(launch, "address", lambda *_: 1)
@@ -425,7 +420,7 @@ int launch(const void*, void*, void**, void**) {
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_others_run_while_a_launch_waits(driver, tmp_path, grad):
-    """For a place in the GPU's queue, which holds some thousand."""
+    """A launch waits for a place in the GPU's queue, which holds about a thousand."""
     call, wanting, dy = a_norm("x alone")
     described(call, wanting, dy)
     (tmp_path / "waiting.cpp").write_text(WAITING)
@@ -446,7 +441,7 @@ def test_others_run_while_a_launch_waits(driver, tmp_path, grad):
 
 
 class Calls(TorchDispatchMode):
-    """The names of the operators that ran."""
+    """Record the names of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -467,17 +462,16 @@ def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name
         expected = gradients(FUNCTIONS[name](x, weight), [x, weight], [dy])
         count = len(driver.plans)
         with Calls() as calls:
-            found = torch.autograd.grad(y, [x, weight], dy)
-        assert any("norm_backward" in one for one in calls.seen)
+            results = torch.autograd.grad(y, [x, weight], dy)
+        assert any("norm_backward" in operator for operator in calls.seen)
         assert len(driver.plans) == count
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close([*results], expected)
 
 
 @pytest.mark.parametrize("again", ["by Python", "in C++"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name, again):
-    """torch.utils.checkpoint compares what is saved, in order."""
+    """torch.utils.checkpoint compares the saved tensors in order, so both ways must save the same."""
     x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
     compiled = nodes.module()
 
@@ -485,7 +479,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
         for kept in (repeats._calls, named._calls, calls._made):
             kept.clear()
-        FUNCTIONS[name](x, weight)  # is described
+        FUNCTIONS[name](x, weight)  # describes the call
 
     def call(x: Any, weight: Any) -> Any:
         y = FUNCTIONS[name](x, weight)
@@ -502,21 +496,21 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
             y = checkpoint(call, x, weight, use_reentrant=False)
         way(again)
         same_bits(gradients(y, [x, weight], [dy]), expected)
-    assert ways == [first, first, again]  # what stops early does not return
+    assert ways == [first, first, again]  # a recomputation that stops early does not return
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 1024), (2, 5, 768), (300, 1000), (4, 16384), (3, 50257)])
 @pytest.mark.parametrize("op", [layer_norm, rms_norm, add_layer_norm, add_rms_norm])
 def test_a_gpu_has_the_bits_of_python(op, shape):
-    """In the default stream, in another one, and in a CUDA graph."""
+    """The bits are the same in the default stream, in another one and in a CUDA graph."""
     assert nodes.build() == ""
     cols = shape[-1]
-    rows, x, residual = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    dy, x, residual = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     vectors = torch.randn(2 if "layer" in op.__name__ else 1, cols, device="cuda", dtype=torch.bfloat16).unbind()
     summands = [x, residual] if "add" in op.__name__ else [x]
-    wanting = [one.requires_grad_() for one in (*summands, *(one.clone() for one in vectors))]
-    given = [rows, rows.flip(0)][: len(summands)]
+    wanting = [leaf.requires_grad_() for leaf in (*summands, *(vector.clone() for vector in vectors))]
+    given = [dy, dy.flip(0)][: len(summands)]
 
     def call() -> Any:
         shape = [] if "add" in op.__name__ else [(cols,)]
@@ -535,8 +529,8 @@ def test_a_gpu_has_the_bits_of_python(op, shape):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         same_bits(both(), expected)
-        # Of those used before on the default stream autograd would wait for that one.
-        wanting = [one.detach().clone().requires_grad_() for one in wanting]
+        # For leaves that were used on the default stream, autograd would wait for that stream.
+        wanting = [leaf.detach().clone().requires_grad_() for leaf in wanting]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):

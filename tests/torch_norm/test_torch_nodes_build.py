@@ -1,4 +1,4 @@
-"""How nodes.cpp is compiled and loaded: once, by one process, from where nobody else can write, or with a reason."""
+"""nodes.cpp is compiled once, by one process, and loaded only from where nobody else can write; failures say why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cp {built} "$2"
 
 
 class Compiler:
-    """In the place of the C++ compiler: it hands out what that has made."""
+    """Stand in for the C++ compiler: it hands out the library that the real one has made, and counts its calls."""
 
     def __init__(self, folder: Path, built: Path):
         self.built, self._count = built, folder / "count"
@@ -46,14 +46,14 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path) -> Iterator[Compiler]:
-    """With an empty cache, in a process that has loaded nothing."""
+    """Give a process that has loaded nothing an empty cache and a stand-in for the compiler."""
     assert nodes.build() == ""
-    found = Compiler(tmp_path, nodes.kept_file())
-    for name, value in found.variables.items():
+    compiler = Compiler(tmp_path, nodes.kept_file())
+    for name, value in compiler.variables.items():
         monkeypatch.setenv(name, value)
     for name, value in (("_loaded", None), ("_ready", None), ("_look_again_at", 0.0)):
         monkeypatch.setattr(nodes, name, value)
-    yield found
+    yield compiler
     monkeypatch.undo()
     nodes._ready, nodes._look_again_at = None, 0.0
     nodes.module()  # launches on a GPU again, if there is one
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_built_again(compiler, name):
 
 @pytest.mark.slow
 def test_a_file_of_another_torch_is_built_again(compiler, tmp_path):
-    """It is whole, and the dynamic linker refuses it."""
+    """The file is whole, but the dynamic linker refuses it."""
     other = tmp_path / "other.cpp"
     other.write_text("void of_another_torch(); void* PyInit_cunorm_nodes() { of_another_torch(); return 0; }")
     library = tmp_path / "other.so"
@@ -110,7 +110,7 @@ def test_one_process_builds_and_the_others_wait(compiler):
 
 @pytest.mark.slow
 def test_whoever_asked_too_early_asks_again(compiler, monkeypatch):
-    """And calls that were described without nodes are described anew."""
+    """Calls that were described without nodes are then described anew."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nodes, "_functions", lambda: (1, 2, 3, 4, 5))
     monkeypatch.setattr(repeats, "_calls", {"a call": ()})
@@ -124,7 +124,7 @@ def test_whoever_asked_too_early_asks_again(compiler, monkeypatch):
 
 @pytest.fixture
 def in_background(compiler, monkeypatch) -> Compiler:
-    """The same in a process that has started nothing and that nobody forbids to."""
+    """Let the process be one that has started no build yet and is allowed to."""
     for variable in ("CUNORM_NODES", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(nodes, "_was_started", False)
@@ -133,7 +133,7 @@ def in_background(compiler, monkeypatch) -> Compiler:
 
 @pytest.mark.slow
 def test_the_first_call_that_wants_a_gradient_builds_in_the_background(in_background, monkeypatch, caplog):
-    """In a process of its own, once, with one line in the log; whoever looks later finds the file."""
+    """The build happens once, in a process of its own, with one line in the log, and leaves the file."""
     torch_stand_in.play(monkeypatch)
     caplog.set_level("INFO", "cunorm")
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 from arrays import inputs
 from functions import OPS, bias_of
@@ -25,14 +26,14 @@ def options(op, dtype, *, eps=1e-5, zero_centered_gamma=False, wants_statistics=
 
 
 def example(op, device, *lead, cols=COLS, dtype=torch.float64, requires_grad=True):
-    """x, weight, bias; no bias for rms_norm."""
+    """Return x, weight and bias, without the bias for rms_norm."""
     x, weight, bias = (random(*shape, device=device, dtype=dtype) for shape in ((*lead, cols), (cols,), (cols, 1)))
     tensors = (x, weight, bias[:, 0].contiguous())
     return [t.requires_grad_(requires_grad) for t in tensors[: 3 if op == "layer_norm" else 2]]
 
 
 def apply(op, zero_centered_gamma=False, eps=1e-5, call=torch_plain.norm):
-    """A function of (x, weight) or (x, weight, bias)."""
+    """Return y as a function of (x, weight) or (x, weight, bias)."""
 
     def function(x, weight, bias=None):
         return call(x, weight, bias, *options(op, x.dtype, eps=eps, zero_centered_gamma=zero_centered_gamma))[0]
@@ -45,9 +46,8 @@ def apply(op, zero_centered_gamma=False, eps=1e-5, call=torch_plain.norm):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("weight", ["same", "float32", None])
 def test_values(device, op, dtype, weight):
-    """Against float64, for both passes, with the bounds of reference.py."""
-    xp = __import__("numpy")
-    x, dy, gamma, beta = inputs(xp, 40, 300, dtype, weight=dtype if weight in ("same", None) else weight)
+    """Both passes are within the bounds of reference.py of float64."""
+    x, dy, gamma, beta = inputs(numpy, 40, 300, dtype, weight=dtype if weight in ("same", None) else weight)
     if weight is None:
         gamma = beta = None
     tensors = [None if a is None else tensor(a).to(device) for a in (x, gamma, bias_of(op, beta))]
@@ -120,14 +120,14 @@ def test_opcheck_of_the_backward_pass(device, op, mask):
     torch.library.opcheck(operators.fused_norm_backward, arguments)
 
 
-# What is left in compiled code has no derivative of its own.
+# The operators of the kernels, which are what compiled code has, have no derivative registered.
 
 
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")  # torch cannot know better
 def test_the_kernels_called_by_hand_are_differentiated_all_the_same(device, op):
-    """As in a program that was decomposed and is trained after all; twice, through fused_norm_backward."""
+    """A decomposed program that is trained after all has first and second derivatives, by fused_norm_backward."""
     tensors = example(op, device, 3)
     results = []
     for call in (torch_plain.norm, torch_plain.norm_forward):
@@ -157,13 +157,13 @@ def test_torch_compile_differentiates_the_kernels_called_by_hand(device, op):
 
 
 def test_compiled_code_holds_the_kernels_alone():
-    """Whatever else stood on their autograd key would run there too: 16 us a norm, 46 with cold caches."""
+    """Compiled code would run whatever is registered on their autograd keys too, at a cost in host time."""
     for operator in (operators.fused_norm_forward, operators.fused_norm_backward):
         for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd"):
             assert not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
 
 
-# functorch: what it makes of the operators is what it makes of the same formula in torch's own.
+# functorch's transforms of the operators have the results of its transforms of the same formula in torch's own.
 
 
 def plain(op, x, weight, bias=None):
@@ -182,7 +182,7 @@ DIMS = [(0, None, None), (1, None, None), (0, 0, None), (None, 0, 1), (0, None, 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_vmap_of_values_and_of_gradients(device, op, dims):
-    """Per-sample gradients: each sample has its own dweight."""
+    """Gradients are those of each sample, each with its own dweight."""
     shapes = ((4, 3, COLS), (COLS,), (COLS,))
     tensors = []
     for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
@@ -224,7 +224,7 @@ def test_transforms_nest(device, op):
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_batched_cotangents_of_an_eager_graph(device, op):
-    """autograd.grad(is_grads_batched=True) maps the backward pass of a graph made without functorch."""
+    """autograd.grad(is_grads_batched=True) maps the backward pass of a graph that was made without functorch."""
     tensors = example(op, device, 3)
     cotangents = random(5, 3, COLS, device=device, seed=2)
     y = apply(op)(*tensors)
@@ -235,7 +235,7 @@ def test_batched_cotangents_of_an_eager_graph(device, op):
 
 @on_devices
 def test_functional_call_with_stacked_parameters(device):
-    """An ensemble: one module, the parameters of four."""
+    """An ensemble is one module called with the parameters of four."""
     from cunorm.torch import LayerNorm
 
     module = LayerNorm(COLS, device=device, dtype=torch.float64)
@@ -253,14 +253,15 @@ def test_what_is_not_wanted_is_not_returned(op, mask):
     x, weight, *_ = example(op, "cpu", 3)
     statistics = torch_plain.statistics_of(op, x.detach(), 1, 1e-5)
     arguments = torch_plain.backward_arguments(x.detach(), x.detach(), statistics, weight, op, 1e-5, mask)
-    found = operators.fused_norm_backward(*arguments)
-    assert [one.shape for one in found] == [x.shape] if mask[0] else [weight.shape] * sum(mask)
+    gradients = operators.fused_norm_backward(*arguments)
+    expected = [x.shape] if mask[0] else [weight.shape] * sum(mask)
+    assert [gradient.shape for gradient in gradients] == expected
 
 
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_statistics_have_no_gradient(device, op):
-    """Nor have y and its gradients any by way of them: what depends on x through them is in the formulas."""
+    """No gradient goes through the statistics: the formulas hold what depends on x by way of them."""
     x, weight, *_ = example(op, device, 3)
     y, statistics = torch_plain.norm(x, weight, None, *options(op, x.dtype))
     assert (y.requires_grad, statistics.requires_grad) == (True, False)

@@ -1,4 +1,4 @@
-"""A call with a new number of rows takes over what does not depend on it. (CuPy: tests/norms/test_other_rows.py.)"""
+"""A call with a new number of rows reuses what does not depend on it. (For CuPy: tests/norms/test_other_rows.py.)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch_stand_in  # noqa: E402
 
-from cunorm.call import recipe as fused_recipe  # noqa: E402
+from cunorm.call import recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
 from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
 from cunorm.torch.norm import dispatch, gpu  # noqa: E402
@@ -22,13 +22,13 @@ ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
 
 @pytest.fixture
 def runs(monkeypatch) -> Any:
-    """Nothing is computed: what is planned counts."""
-    found = torch_stand_in.play(monkeypatch)
-    found.machine = SimpleNamespace(run=lambda *_, **__: None)
+    """Keep the plans that are launched, without computing anything."""
+    runs = torch_stand_in.play(monkeypatch)
+    runs.machine = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
     monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     torch_stand_in.forget(monkeypatch)
-    return found
+    return runs
 
 
 def tensor(*shape: int) -> Any:
@@ -50,38 +50,35 @@ CALLS = {
 
 
 def both_passes(runs: Any, name: str, rows: int) -> Any:
-    """The plans and the tensors that they are given."""
+    """Return what is launched for both passes, and the shapes that are allocated."""
     runs.plans.clear()
     runs.allocated.clear()
     y = CALLS[name](rows)
     y.backward(torch.zeros_like(y))
-    plans = [(one.problem, one.steps, one.tier, one.groups, one.workspace) for one in runs.plans]
-    assert [one.problem.direction for one in runs.plans] == ["forward", "backward"]
+    plans = [(plan.problem, plan.steps, plan.tier, plan.groups, plan.workspace) for plan in runs.plans]
+    assert [plan.problem.direction for plan in runs.plans] == ["forward", "backward"]
     return plans, list(runs.allocated)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
-    found = [both_passes(runs, name, rows) for rows in ROWS]
-    for rows, one in zip(ROWS, found, strict=True):
+    followed = [both_passes(runs, name, rows) for rows in ROWS]
+    for rows, passes in zip(ROWS, followed, strict=True):
         torch_stand_in.forget(monkeypatch)
-        assert both_passes(runs, name, rows) == one
+        assert both_passes(runs, name, rows) == passes
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "views" not in name and "modulate" not in name])
 def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
     both_passes(runs, name, 5)
-    for module, names in {
-        fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
-    }.items():
-        for one in names:
-            monkeypatch.setattr(module, one, lambda *_, **__: pytest.fail("made again"))
+    for function in ("forward_problem", "backward_problem", "_kinds"):
+        monkeypatch.setattr(recipe, function, lambda *_, **__: pytest.fail("made again"))
     for rows in (3000, 2, 40_000):
         both_passes(runs, name, rows)
 
 
 def test_what_was_refused_is_refused_still(runs):
-    """Of as many rows as columns a vector might be taken for numbers of rows."""
+    """With as many rows as columns, a vector could be mistaken for per-row scalars."""
     for rows in (COLS, 5):
         both_passes(runs, "add_rms_norm", rows)
         both_passes(runs, "rms_norm", rows)

@@ -1,4 +1,4 @@
-"""Calls like an earlier one are known without the checks and keys of that: by what torch says of their tensors."""
+"""A call like an earlier one is recognised by torch's own comparison of tensors, without checks and keys."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_few_are_asked_one_by_one_and_all_are_found_again():
     calls = [(random(count, COLS),) for count in range(3 * LIKE)]
     for count, tensors in enumerate(calls):
         remember(kept, "key", tensors, count)
-    assert [found for _, found in kept["key"]] == [*range(3 * LIKE)][: -LIKE - 1 : -1]
+    assert [value for _, value in kept["key"]] == [*range(3 * LIKE)][: -LIKE - 1 : -1]
     assert [again(kept, "key", tensors) for tensors in calls] == [*range(3 * LIKE)]
     for other in (random(3 * LIKE, COLS), calls[1][0].clone().requires_grad_(), calls[1][0].to_sparse(), [1.0]):
         assert again(kept, "key", (other,)) is None
@@ -110,7 +110,7 @@ def test_the_oldest_is_forgotten(monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
-    """Tensors on the CPU say that they are on a GPU."""
+    """Let tensors on the CPU say that they are on a GPU."""
     launches = on_the_stand_in(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return launches
@@ -118,7 +118,7 @@ def on_a_gpu(monkeypatch) -> Launches:
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_repeated_calls_have_the_bits_of_first_ones(on_a_gpu, op):
-    """In turns, each with those before it still known."""
+    """The calls take turns, and those before a call are still known."""
     cases: dict[str, Any] = {name: (*case, name == "frozen weight") for name, case in calls().items()}
     first_then_repeated(cases, lambda *case: results(op, *case))
 
@@ -149,7 +149,7 @@ def test_what_is_refused_is_refused_after_a_call_that_equals_it(on_a_gpu, option
 
 
 def test_modes_of_functions_and_duals_are_seen(on_a_gpu):
-    """They leave no mark on what torch dispatches by."""
+    """torch's comparison of tensors tells nothing of modes of functions."""
     x = random(ROWS, COLS)
     layer_norm(x, (COLS,))
     launched, seen = len(on_a_gpu.plans), []
@@ -176,7 +176,7 @@ def default_device(name):
 
 @pytest.mark.parametrize("on", [default_device, torch.device], ids=["set_default_device", "with"])
 def test_a_default_device_changes_no_call(on_a_gpu, on):
-    """It is a mode of functions, but one of which a launch has no need; results go where x is."""
+    """A default device is a mode of functions too, but results are where x is, so calls are still launched."""
     x, weight, dy = random(ROWS, COLS).requires_grad_(), random(COLS), random(ROWS, COLS)
     for _ in ("first", "repeated"):
         launched = len(on_a_gpu.plans)
@@ -219,7 +219,7 @@ def test_a_dtype_is_refused_after_a_call_that_had_it_right(on_a_gpu, monkeypatch
 @pytest.mark.parametrize("begins", ["aligned", "misaligned"])
 @pytest.mark.parametrize("shape", [(ROWS, COLS), (2, 3, COLS), (0, COLS)], ids=str)
 def test_z_is_written_to_rows_of_a_larger_matrix(on_a_gpu, shape, begins):
-    """As LayerNormLinear over ranks wants it, from the first call on, in whatever shape x has."""
+    """LayerNormLinear over ranks needs that from the first call on, in whatever shape x has."""
     x, weight, bias = random(*shape), random(COLS, seed=1), random(COLS, seed=2)
     step, rows = Step("layer_norm", 1e-5, x.dtype), x.numel() // COLS
     whole = misaligned(2 * ROWS, COLS) if begins == "misaligned" else random(2 * ROWS, COLS)
@@ -228,10 +228,10 @@ def test_z_is_written_to_rows_of_a_larger_matrix(on_a_gpu, shape, begins):
         expected, statistics = normalise(x, weight, bias, step, True, 0)
         for _ in range(2):
             own.fill_(0.0)
-            z, found = normalise(x, weight, bias, step, True, 0, own)
+            z, statistics_again = normalise(x, weight, bias, step, True, 0, own)
             assert z is own
             assert same(z, expected.view(own.shape))
-            assert same(found, statistics)
+            assert same(statistics_again, statistics)
         assert normalise(x, weight, bias, step, False, 0, own)[1] is None
     before[ROWS : ROWS + rows] = own
     assert same(whole, before)
@@ -239,7 +239,7 @@ def test_z_is_written_to_rows_of_a_larger_matrix(on_a_gpu, shape, begins):
 
 @pytest.mark.gpu
 def test_autocast_follows_calls_without_it():
-    """Its dtype may change from call to call, of which torch's question tells nothing."""
+    """The dtype of autocast may change from call to call, which torch's comparison of tensors does not see."""
     from cunorm.torch import LayerNormLinear
 
     module, x = LayerNormLinear(COLS, 32, normalization="RMSNorm"), random(ROWS, COLS, dtype=torch.float32).cuda()
@@ -247,11 +247,11 @@ def test_autocast_follows_calls_without_it():
     for _ in range(2):
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast("cuda", dtype):
-                found = module(x)
-                y = layer_norm(x.to(dtype), (COLS,))
-            assert found.dtype is dtype
-            assert y.dtype is torch.float32
-            torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+                y = module(x)
+                norm_y = layer_norm(x.to(dtype), (COLS,))
+            assert y.dtype is dtype
+            assert norm_y.dtype is torch.float32
+            torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
         assert same(module(x), expected)
         assert layer_norm(x.half(), (COLS,)).dtype is torch.float16
 

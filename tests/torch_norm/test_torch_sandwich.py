@@ -1,4 +1,4 @@
-"""rms_norm_add_rms_norm of tensors: of the two calls, one after the other, with gradients that nobody adds up."""
+"""rms_norm_add_rms_norm of tensors has the values and gradients of the two calls one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 def given(device, *shape, dtype=torch.float32):
     shapes = (shape, shape, shape[-1:], shape[-1:])
-    return [random(*of, device=device, seed=i).to(dtype).requires_grad_() for i, of in enumerate(shapes)]
+    return [random(*size, device=device, seed=i).to(dtype).requires_grad_() for i, size in enumerate(shapes)]
 
 
 def two_calls(x, residual, weight, second_weight, *, eps=1e-3, **options):
@@ -30,11 +30,18 @@ def mine(x, residual, weight, second_weight, *, eps=1e-3, **options):
     return rms_norm_add_rms_norm(x, residual, weight, second_weight, eps, **options)
 
 
-def gradients(function, tensors, results=slice(None), **options):
-    found = function(*tensors, **options)
-    cotangents = [random(*one.shape, device=one.device, seed=7 + i).to(one.dtype) for i, one in enumerate(found)]
-    # Of what no result depends on, one function says None and another zeros.
-    return found, torch.autograd.grad(found[results], tensors, cotangents[results], materialize_grads=True)
+def cotangents_of(results):
+    return [
+        random(*result.shape, device=result.device, seed=7 + i).to(result.dtype) for i, result in enumerate(results)
+    ]
+
+
+def gradients(function, tensors, chosen=slice(None), **options):
+    """Return the results, and the gradients by those of them that are chosen."""
+    results = function(*tensors, **options)
+    # For a tensor on which no result depends, one function has the gradient None and another has zeros.
+    chosen_cotangents = cotangents_of(results)[chosen]
+    return results, torch.autograd.grad(results[chosen], tensors, chosen_cotangents, materialize_grads=True)
 
 
 @on_devices
@@ -42,9 +49,9 @@ def gradients(function, tensors, results=slice(None), **options):
 def test_values_and_gradients_are_those_of_the_two_calls(device, zero_centered_gamma):
     tensors = given(device, 2, 3, 40)
     options = {"zero_centered_gamma": zero_centered_gamma}
-    for results in (slice(None), slice(1), slice(1, 2)):
+    for chosen in (slice(None), slice(1), slice(1, 2)):
         torch.testing.assert_close(
-            gradients(mine, tensors, results, **options), gradients(two_calls, tensors, results, **options)
+            gradients(mine, tensors, chosen, **options), gradients(two_calls, tensors, chosen, **options)
         )
     of_core = cunorm.rms_norm_add_rms_norm(*tensors, eps=1e-3, **options)
     torch.testing.assert_close(of_core, mine(*tensors, **options))
@@ -54,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_two_calls(device, zero_centered_g
 
 @on_devices
 def test_derivatives(device):
-    tensors = [one.detach().double().requires_grad_() for one in given(device, 3, 5)]
+    tensors = [tensor.detach().double().requires_grad_() for tensor in given(device, 3, 5)]
     torch.autograd.gradcheck(mine, tensors)
     torch.autograd.gradgradcheck(mine, tensors)
 
@@ -67,28 +74,25 @@ def test_derivatives(device):
 )
 def test_one_launch_forward_or_two_and_two_backward(stand_in, cols, launches):
     tensors = given("cpu", 3, cols)
-    (y, s), found = gradients(mine, tensors)
+    results, leaf_gradients = gradients(mine, tensors)
     directions = [plan.problem.direction for plan in stand_in.plans]
     assert directions == ["forward"] * len(launches) + ["backward"] * 2
-    reads = [[one.name for one in plan.problem.operands if one.kind == "full"] for plan in stand_in.plans]
-    assert reads == [*launches, ["dy", "ds", "s", "dx"], ["dy", "x", "dx"]]
-    expected, of_calls = gradients(
-        lambda *ones: two_calls(*ones), [one.detach().double().requires_grad_() for one in tensors]
-    )
-    torch.testing.assert_close((y, s), tuple(one.float() for one in expected))
-    torch.testing.assert_close(found, tuple(one.float() for one in of_calls))
+    full = [[operand.name for operand in plan.problem.operands if operand.kind == "full"] for plan in stand_in.plans]
+    assert full == [*launches, ["dy", "ds", "s", "dx"], ["dy", "x", "dx"]]
+    exact, exact_gradients = gradients(two_calls, [tensor.detach().double().requires_grad_() for tensor in tensors])
+    torch.testing.assert_close(results, tuple(result.float() for result in exact))
+    torch.testing.assert_close(leaf_gradients, tuple(gradient.float() for gradient in exact_gradients))
 
 
 @needs_machine
 @pytest.mark.parametrize("wanted", range(4))
 def test_one_gradient_alone(stand_in, wanted):
-    tensors = [one.detach() for one in given("cpu", 4, 64)]
-    _, of_all = gradients(mine, [one.clone().requires_grad_() for one in tensors])
+    tensors = [tensor.detach() for tensor in given("cpu", 4, 64)]
+    _, every = gradients(mine, [tensor.clone().requires_grad_() for tensor in tensors])
     tensors[wanted].requires_grad_()
-    found = mine(*tensors)
-    cotangents = [random(*one.shape, seed=7 + i) for i, one in enumerate(found)]
-    (alone,) = torch.autograd.grad(found, [tensors[wanted]], cotangents)
-    torch.testing.assert_close(alone, of_all[wanted])
+    results = mine(*tensors)
+    (alone,) = torch.autograd.grad(results, [tensors[wanted]], cotangents_of(results))
+    torch.testing.assert_close(alone, every[wanted])
 
 
 @needs_machine
@@ -97,17 +101,17 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch):
     tensors = given("cpu", 3, 33)
 
     def twice(function):
-        found = function(*tensors)
-        first = torch.autograd.grad(found, tensors, [one.detach() for one in found], create_graph=True)
-        return torch.autograd.grad(sum(one.square().sum() for one in first), tensors)
+        results = function(*tensors)
+        first = torch.autograd.grad(results, tensors, [result.detach() for result in results], create_graph=True)
+        return torch.autograd.grad(sum(gradient.square().sum() for gradient in first), tensors)
 
-    found = twice(mine)
+    second = twice(mine)
     monkeypatch.setattr(dispatch, "at_once", lambda _: False)
-    torch.testing.assert_close(found, twice(two_calls), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(second, twice(two_calls), rtol=1e-4, atol=1e-4)
 
 
 def test_dtypes_axes_and_what_may_be_left_out():
-    x, residual, *_ = (one.detach() for one in given("cpu", 3, 2, 4))
+    x, residual, *_ = (tensor.detach() for tensor in given("cpu", 3, 2, 4))
     y, s = rms_norm_add_rms_norm(x.half(), residual, eps=1e-3, s_dtype=torch.float32)
     assert (y.dtype, s.dtype, y.shape, s.shape) == (torch.float16, torch.float32, x.shape, x.shape)
     flat = rms_norm_add_rms_norm(x.half().reshape(6, 4), residual.reshape(6, 4), eps=1e-3, s_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What test_torch_distributed runs: python torch_distributed.py RANK WORLD_SIZE FILE DEVICE, one process a rank."""
+"""The program of each rank in test_torch_distributed: python torch_distributed.py RANK WORLD_SIZE FILE DEVICE."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def columns_sharded(mesh, device):
 
 
 def modules_with_sharded_rows(mesh, device):
-    """Sequence parallelism: the module's forward itself, its parameters replicated DTensors."""
+    """In sequence parallelism a module is called as it is, with replicated DTensors as parameters."""
     x, dy, *_ = tensors(device)
     for cls in (LayerNorm, RMSNorm):
         module = cls(COLS, device=device)
@@ -89,7 +89,7 @@ def modules_with_sharded_rows(mesh, device):
 
 
 def fused_rows(mesh, device):
-    """As of plain norms; an operand for each sample lies as the samples do, and so does its gradient."""
+    """Fused operations do as plain norms; an operand for each sample is sharded as the samples, as is its gradient."""
     x, dy, weight, bias = tensors(device)
     residual, scale = dy.flip(0), x[:, :1] * 0.5
     modulate = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, bias: xhat * (1 + scale) + bias)
@@ -101,7 +101,7 @@ def fused_rows(mesh, device):
     leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias, scale)]
     expected = function(*leaves)
     expected_gradients = torch.autograd.grad(expected, leaves, (dy, x))
-    for axis in (0, 1, 2):  # of the last one rows are gathered first
+    for axis in (0, 1, 2):  # columns, which are axis 2, are gathered first
         of_x, of_scale = Shard(axis), Shard(0) if axis == 0 else Replicate()
         placements = (of_x, of_x, Replicate(), Replicate(), of_scale)
         sharded = [
@@ -110,19 +110,19 @@ def fused_rows(mesh, device):
         ]
         results = function(*sharded)
         whole = of_x if axis < 2 else Replicate()
-        assert all(one.placements == (whole,) for one in results)
-        for one, other in zip(results, expected, strict=True):
-            assert_close(one.full_tensor(), other)
+        assert all(result.placements == (whole,) for result in results)
+        for result, expected_result in zip(results, expected, strict=True):
+            assert_close(result.full_tensor(), expected_result)
         gradients = torch.autograd.grad(results, sharded, [distribute_tensor(t, mesh, [whole]) for t in (dy, x)])
-        for one, other in zip(gradients, expected_gradients, strict=True):
-            assert_close(one.full_tensor(), other)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            assert_close(gradient.full_tensor(), expected_gradient)
         if axis < 2:
-            assert [one.placements for one in gradients[:3]] == [(of_x,), (of_x,), (Partial(),)]
+            assert [gradient.placements for gradient in gradients[:3]] == [(of_x,), (of_x,), (Partial(),)]
             assert gradients[4].placements == ((Shard(0),) if axis == 0 else (Partial(),))
 
 
 def fsdp(mesh, device):
-    """Three steps of a model under fully_shard, against the same without."""
+    """A model under fully_shard is, after three steps, the same model trained without it."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(
         LayerNorm(COLS), torch.nn.Linear(COLS, COLS), RMSNorm(COLS), torch.nn.Linear(COLS, COLS), LayerNorm(COLS)
@@ -159,6 +159,6 @@ def main(rank: int, world_size: int, file: str, device: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    # Past what is checked: once in a while a thread of gloo outlived torch here and aborted the process at its end.
+    # Leave at once: a thread of gloo may outlive torch and abort the process at its end.
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Torch tensors on the CPU that play those of a GPU: what is launched for them is run on the stand-in."""
+"""Torch tensors on the CPU that play those of a GPU, whose launches run on the stand-in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cunorm.torch.norm import gpu, launching, nodes
 
 
 class Launches:
-    """In the place of cunorm.kernel.launch. `plans` are those that ran, in order, and `streams` those they ran on."""
+    """Stand in for cunorm.kernel.launch: `plans` are those that ran, in order, and `streams` those they ran on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.machine = cpu_device.Machine()
         self.plans: list[Any] = []
         self.streams: list[int] = []
-        self._views: dict[int, numpy.ndarray] = {}  # of the memory of tensors, by the pointers that a launch is given
+        self._views: dict[int, numpy.ndarray] = {}  # views of the tensors' memory, by the pointers of launches
         data_ptr = torch.Tensor.data_ptr
 
         def pointer(tensor: Any) -> int:
@@ -39,7 +39,7 @@ class Launches:
         self.machine.run(plan, scalars, **{name: self._at(pointer) for name, pointer in pointers.items()})
 
     def _at(self, pointer: int) -> numpy.ndarray | None:
-        """Return the array at a pointer, None for 0. A pointer may lead into an array, as that of rstd does."""
+        """Return the array at a pointer, which may lead into its middle as that of rstd does, or None for 0."""
         if not pointer:
             return None
         for start, array in self._views.items():
@@ -57,13 +57,13 @@ def view(tensor: Any) -> numpy.ndarray:
 
 
 def empty(shape, stride, dtype) -> Any:
-    """Return a tensor full of NaN, which nothing may read."""
+    """Return a tensor full of NaN, so that whoever reads it before it is written is seen."""
     memory = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     return memory.view(torch.uint8).fill_(255).view(dtype) if dtype.itemsize == 1 else memory.fill_(float("nan"))
 
 
 def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Launches:
-    """Let `modules`, too, launch on the stand-in; skip the test where there is none."""
+    """Let `launching` and `modules` launch on the stand-in; skip the test where there is none."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
     launches = Launches(monkeypatch)

@@ -46,10 +46,10 @@ class OfThread(threading.local):
 
 
 class Driver:
-    """In the place of CUDA's. `plans` are those that C++ launched, `fails` the error that a launch answers.
+    """Stand in for CUDA's driver: `plans` are those that C++ launched, `fails` is the error that a launch returns.
 
-    `runs` has what runs a plan on pointers, as kernel/launch.py does, one at a time. `errors` are those of launches, of
-    which ctypes lets none through.
+    `runs` runs a plan on pointers, as kernel/launch.py does, one at a time. `errors` keeps the exceptions of launches,
+    since ctypes lets none through.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: Any, runs: Any):
@@ -70,7 +70,7 @@ class Driver:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._is_capturing),
         )
         self.compiled = compiled
-        self.addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
+        self.addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self._functions]
         compiled.set_driver(*self.addresses)
         monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
         monkeypatch.setattr(nodes, "module", lambda: compiled)
@@ -80,9 +80,9 @@ class Driver:
             plan, steps = work.plan, iter(range(len(work.plan.steps)))
 
             def address(*_):
-                found = len(self._steps) + 1
-                self._steps[found] = plan, next(steps)
-                return found
+                number = len(self._steps) + 1
+                self._steps[number] = plan, next(steps)
+                return number
 
             with monkeypatch.context() as patch:
                 patch.setattr(launch, "address", address)
@@ -118,9 +118,9 @@ class Driver:
 
     def _run(self, config, function, arguments, extra) -> None:
         plan, index = self._steps[function]
-        step, found = plan.steps[index], config[0]
-        asked = (*found.grid, *found.block, found.shared, found.stream, found.attribute_count)
-        assert asked == (*step.grid, step.spec.threads, 1, 1, step.dynamic_shared, 5, int(step.begins_early))
+        step, given = plan.steps[index], config[0]
+        launched = (*given.grid, *given.block, given.shared, given.stream, given.attribute_count)
+        assert launched == (*step.grid, step.spec.threads, 1, 1, step.dynamic_shared, 5, int(step.begins_early))
         assert (self._thread.context, extra) == (CONTEXT, None)
         count = len(step.pointers) + len(step.scalars) + len(step.integers)
         words = [arguments[i][0] for i in range(count)]
@@ -141,25 +141,25 @@ class Driver:
 
 @contextmanager
 def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Driver]:
-    """Tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
+    """Let tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
     assert nodes.build() == ""
-    found = Driver(monkeypatch, nodes.load(), stand_in)
+    driver = Driver(monkeypatch, nodes.load(), stand_in)
     monkeypatch.setattr(launching, "launch", stand_in)
     torch_stand_in.forget(monkeypatch)
     monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
-        yield found
+        yield driver
     finally:
         nodes._ready, nodes._look_again_at = None, 0.0
         OF_GPU()  # launches on a GPU again, if there is one
-    assert found.errors == []
+    assert driver.errors == []
 
 
 def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
-    """Results and gradients."""
+    """Return the results and gradients that Python's nodes compute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "module", lambda: None)
         patch.setattr(repeats, "_calls", {})
@@ -170,9 +170,8 @@ def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
 
 
 def gradients(results: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
-    return [one.clone() for one in torch.autograd.grad(results, wanting, given, allow_unused=True)]
+    return [gradient.clone() for gradient in torch.autograd.grad(results, wanting, given, allow_unused=True)]
 
 
-def same_bits(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def same_bits(results: Any, expected: Any) -> None:
+    torch.testing.assert_close([*results], [*expected], rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Calls that follow one another, of which one may be taken for an earlier one."""
+"""Calls that follow one another, and differ so little that one might be mistaken for an earlier one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def calls() -> dict[str, Any]:
 
 
 def results(op: str, x: Any, weight: Any, bias: Any, dy: Any, context: Any, frozen: bool) -> list[Any]:
-    leaves: list[Any] = [None if one is None else one.detach().requires_grad_() for one in (x, weight, bias)]
+    leaves: list[Any] = [None if tensor is None else tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
     if frozen:
         leaves[1] = weight
     parameters = leaves[1:] if op == "layer_norm" else leaves[1:2]
@@ -54,7 +54,7 @@ def results(op: str, x: Any, weight: Any, bias: Any, dy: Any, context: Any, froz
     if dy is None:
         assert y.grad_fn is None
         return [y]
-    wanted = [one for one in (leaves[0], *parameters) if one is not None and one.requires_grad]
+    wanted = [leaf for leaf in (leaves[0], *parameters) if leaf is not None and leaf.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
 
@@ -104,7 +104,7 @@ def linear_calls() -> dict[str, Any]:
 
 def linear_results(x: Any, dy: Any, module: Any, context: Any) -> list[Any]:
     leaf = x.detach().requires_grad_()
-    wanted = [leaf, *(one for one in module.parameters() if one.requires_grad)]
+    wanted = [leaf, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     with context():
         y = module(leaf)
     return [y.detach(), *(() if dy is None else torch.autograd.grad(y, wanted, dy.to(y.dtype)))]

@@ -21,7 +21,7 @@ def forget(monkeypatch: Any) -> None:
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
-    """Let tensors on the CPU play those of a GPU, and run on the stand-in what is launched."""
+    """Let tensors on the CPU play those of a GPU, and run their launches on the stand-in."""
     runs: Any = cpu_cupy.Runs(cpu_device.Machine())
 
     def empty(shape, stride, dtype):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-# For a CPU inductor has g++ compile each graph, in minutes in which a GPU waits.
+# On the CPU, inductor would have g++ compile each graph for minutes.
 compiled_on_devices = pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
 )
