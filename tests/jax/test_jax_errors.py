@@ -1,4 +1,4 @@
-"""Bad input to the JAX adapter: TypeError or ValueError when the call is traced, never from inside XLA."""
+"""Bad input to the JAX adapter raises TypeError or ValueError when the call is traced, never inside XLA."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_margin_wider_than_the_gpu():
 
 @pytest.mark.slow
 def test_the_adapter_imports_no_gpu_library():
-    """On a CPU it works without CuPy."""
+    """The adapter works on a CPU without CuPy."""
     program = (
         "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
         "import jax, jax.numpy as jnp, cunorm.jax\n"
