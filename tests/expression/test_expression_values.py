@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cunorm import expression
-from cunorm.expression import Expression, gradients, parse, trace
+from cunorm.expression import gradients, parse, trace
 from cunorm.expression.texts import evaluate
 
 POINTS = numpy.concatenate([numpy.linspace(-6, 6, 49), [1.1, -2.3, 1e-9, -1e-9, 1e-300]])
@@ -148,16 +148,12 @@ PLANS = st.recursive(
 )
 
 
-def traced_plan(plan) -> Expression:
-    return trace(lambda a, b, c: build(plan, (a, b, c)) + 0 * a)
-
-
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=PLANS, seed=st.integers(0, 2**32 - 1))
 def test_any_expression_is_read_back_and_differentiated(plan, seed):
     """Derivatives are those of torch, and finite differences where two steps agree, so where there is no corner."""
-    traced = traced_plan(plan)
+    traced = trace(lambda a, b, c: build(plan, (a, b, c)) + 0 * a)
     generator = numpy.random.default_rng(seed)
     values = dict(zip("abc", generator.uniform(-1.5, 1.5, (3, 8)), strict=True))
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}

@@ -213,7 +213,7 @@ def make(case: Case, shape: tuple[int, ...], dtype: str, dtypes: dict[str, str] 
     vectors = dict.fromkeys(case.samples, (shape[0], *ones, shape[-1])) | dict.fromkeys(case.heads, shape[-2:])
     vectors |= dict.fromkeys(case.odd, (*shape[:-2][:1], *ones[:-1], *shape[-2:]))
     vectors |= dict.fromkeys(case.of_rows, (*shape[:-1], 1)) | dict.fromkeys(case.of_samples, (shape[0], *ones, 1))
-    operands |= {name: array(name, of, positive(of)) for name, of in vectors.items()}
+    operands |= {name: array(name, vector_shape, positive(vector_shape)) for name, vector_shape in vectors.items()}
     operands |= {name: 0.75 + 0.5 * place for place, name in enumerate(case.numbers)}
     gradients = (array(f"d{name}", shape, random.standard_normal(shape)) for name in case.op.operation.returns)
     return Made(x, operands, tuple(gradients))

@@ -25,7 +25,7 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 def given(shape, dtype):
     random = numpy.random.default_rng(0)
     shapes = dict.fromkeys((*NAMES[:2], "dy", "ds"), shape) | dict.fromkeys(NAMES[2:], shape[-1:])
-    return {name: narrow(random.standard_normal(of) + 0.25, dtype) for name, of in shapes.items()}
+    return {name: narrow(random.standard_normal(array_shape) + 0.25, dtype) for name, array_shape in shapes.items()}
 
 
 def expected(values, dtype, offset=0.0):

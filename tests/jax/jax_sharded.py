@@ -193,8 +193,8 @@ def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
         results = gradients(*sharded)
         of_s = jax.jit(jax.grad(lambda *a: add_layer_norm(*a)[1].sum()))(*sharded)
         assert (of_s == 1).all()
-        for gradient, of in zip((of_s, *results), sharded[:1] + sharded, strict=True):
-            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+        for gradient, array in zip((of_s, *results), sharded[:1] + sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(array.sharding, array.ndim), gradient.sharding
     close(jax.device_get(results), jax.device_get(jax.grad(expected, argnums)(*arrays)), atol=1e-4)
 
 
@@ -214,8 +214,8 @@ def check_groups(mesh: Mesh, shape: tuple[int, ...], of_scale: PartitionSpec, su
         compiled = mine.lower(*sharded).compile()
         assert collectives(compiled).keys() == ({"all-reduce"} if summed else set()), collectives(compiled)
         results = compiled(*sharded)
-        for gradient, of in zip(results, sharded, strict=True):
-            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+        for gradient, array in zip(results, sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(array.sharding, array.ndim), gradient.sharding
     expected = jax.grad(loss_of(lambda x, scale: plain("layer_norm", x) * scale + scale), (0, 1))(*arrays)
     close(jax.device_get(results), jax.device_get(expected), atol=1e-4)
 

@@ -56,14 +56,11 @@ CALLS = [
 def test_arguments(device, function, what, options, error, phrase):
     x = random(3, COLS, device=device)
     jitted = jax.jit(lambda x: function(x, **options))
-    for run in (lambda: function(x, **options), lambda: jitted(x), lambda: of_cunorm(function)(x, **options)):
+    of_core = getattr(cunorm, function.__name__)
+    for run in (lambda: function(x, **options), lambda: jitted(x), lambda: of_core(x, **options)):
         with pytest.raises(error, match=phrase) as caught:
             run()
         assert str(caught.value).startswith(function.__name__)
-
-
-def of_cunorm(function):
-    return getattr(cunorm, function.__name__)
 
 
 @on_devices

@@ -122,8 +122,8 @@ def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
     y, _, gradients = y_and_gradients(op, x, dy, weight, bias, **option)
     core = forward(op, x, weight, bias, **option)
     assert same_bits(y, core[0])
-    for mine, its in zip(gradients, backward(op, dy, x, *core[1:], weight, **option), strict=True):
-        assert same_bits(mine, its)
+    for mine, of_core in zip(gradients, backward(op, dy, x, *core[1:], weight, **option), strict=True):
+        assert same_bits(mine, of_core)
 
 
 @pytest.mark.gpu
@@ -289,12 +289,12 @@ def test_functions_of_cunorm(device, op):
     x, dy = (random(4, 5, COLS, device=device, seed=i) for i in range(2))
     weight, bias = random(COLS, device=device), random(COLS, device=device, seed=1)
     y, mean, rstd = forward(op, x, weight, bias)
-    _, dx_and_more = y, backward(op, dy, x, mean, rstd, weight)
+    gradients = backward(op, dy, x, mean, rstd, weight)
     expected, pull = jax.vjp(lambda *a: plain(op, *a), x, weight, bias)
     close(y, expected)
     assert rstd.shape == (4, 5)
-    for mine, its in zip(dx_and_more, pull(dy)[: 3 if op == "layer_norm" else 2], strict=False):
-        close(mine, its)
+    for mine, gradient in zip(gradients, pull(dy)[: 3 if op == "layer_norm" else 2], strict=False):
+        close(mine, gradient)
     alone = cunorm.layer_norm if op == "layer_norm" else cunorm.rms_norm
     arguments = (x, None, weight, bias) if op == "layer_norm" else (x, None, weight)
     close(jax.jit(lambda *a: alone(a[0], None, *a[1:]))(x, *arguments[2:]), y, 0, 0)
@@ -303,7 +303,7 @@ def test_functions_of_cunorm(device, op):
     statistics = (mean, rstd) if op == "layer_norm" else (rstd,)
     only = function(dy, x, *statistics, weight, output_mask=mask)
     assert [g is not None for g in only] == list(mask)
-    close(only[1], dx_and_more[1], 1e-6, 1e-6)
+    close(only[1], gradients[1], 1e-6, 1e-6)
     of_statistics = jax.grad(lambda x: jnp.sin(forward(op, x, weight, bias)[2]).sum())(x)
     centred = (lambda x: x - x.mean(-1, keepdims=True)) if op == "layer_norm" else (lambda x: x)
     close(

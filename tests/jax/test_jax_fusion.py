@@ -72,11 +72,11 @@ def test_results_and_gradients(device, name, dtype):
     explicit = case.op.backward(mine_saved, *gradients)
     _, pull = jax.vjp(lambda x, operands: case.op(x, **operands, eps=EPS), x, as_arrays(Made(x, operands, gradients)))
     dx, by_jax = pull(gradients if len(gradients) > 1 else gradients[0])
-    for of, gradient in expected.items():
+    for operand, gradient in expected.items():
         if dtype == "bfloat16" and name in ("poles", "both"):
             continue  # s is rounded, and the functions amplify an ulp of it
-        near(explicit[of], gradient, dtype)
-        near(dx if of == "x" else by_jax[of], gradient, dtype)
+        near(explicit[operand], gradient, dtype)
+        near(dx if operand == "x" else by_jax[operand], gradient, dtype)
 
 
 @pytest.mark.gpu
@@ -99,11 +99,11 @@ def test_the_bits_are_those_of_the_core(name, cols):
     mine, saved = case.op.forward(x, **operands, eps=EPS)
     for actual, expected in zip(jax.tree.leaves(mine), jax.tree.leaves(core), strict=True):
         assert same_bits(from_jax(actual), expected)
-    for of, gradient in case.op.backward(saved, *gradients).items():
-        if of in case.numbers:  # JAX sums the columns of the vector itself
-            near(gradient, of_core[of].get().sum(dtype="float64").astype("float32"), "float16")
+    for operand, gradient in case.op.backward(saved, *gradients).items():
+        if operand in case.numbers:  # JAX sums the columns of the vector itself
+            near(gradient, of_core[operand].get().sum(dtype="float64").astype("float32"), "float16")
         else:
-            assert same_bits(from_jax(gradient), of_core[of]), of
+            assert same_bits(from_jax(gradient), of_core[operand]), operand
 
 
 @pytest.mark.gpu

@@ -129,11 +129,7 @@ def test_under_vmap_one_launch_takes_all_rows(device):
 @pytest.mark.slow
 def test_scan_and_checkpoint(device, op):
     """The arrays are float64, because errors of float32 grow through the steps of a scan."""
-    with jax.enable_x64(True):
-        scan_and_checkpoint(op, [array.astype("float64") for array in arguments(op, device, 3, 5)])
 
-
-def scan_and_checkpoint(op, arrays):
     def scanned(function):
         def run(x, *parameters):
             def step(carry, _):
@@ -144,12 +140,14 @@ def scan_and_checkpoint(op, arrays):
 
         return run
 
-    alike(op, lambda f: gradient(scanned(f)), *arrays)
-    alike(op, lambda f: gradient(jax.checkpoint(f)), *arrays)
-    alike(op, lambda f: gradient(scanned(jax.checkpoint(f))), *arrays)
-    alike(op, lambda f: jax.vmap(gradient(scanned(f)), (0, *[None] * (len(arrays) - 1))), *arrays)
     policy = jax.checkpoint_policies.dots_saveable
-    alike(op, lambda f: gradient(jax.checkpoint(lambda *a: f(*a) @ jnp.ones((COLS, 4)), policy=policy)), *arrays)
+    with jax.enable_x64(True):
+        arrays = [array.astype("float64") for array in arguments(op, device, 3, 5)]
+        alike(op, lambda f: gradient(scanned(f)), *arrays)
+        alike(op, lambda f: gradient(jax.checkpoint(f)), *arrays)
+        alike(op, lambda f: gradient(scanned(jax.checkpoint(f))), *arrays)
+        alike(op, lambda f: jax.vmap(gradient(scanned(f)), (0, *[None] * (len(arrays) - 1))), *arrays)
+        alike(op, lambda f: gradient(jax.checkpoint(lambda *a: f(*a) @ jnp.ones((COLS, 4)), policy=policy)), *arrays)
 
 
 @on_devices

@@ -235,9 +235,9 @@ def early_launch(monkeypatch):
 def test_the_environment_switches_early_launches_off(early_launch):
     """Kernels and grids stay, and so do bits. No launch asks for more shared memory than its kernel needs."""
     problems = [problem("backward", rows, cols, "bfloat16") for rows in (64, 10**5) for cols in (128, 5000, 70000)]
-    usual = [plan(each, KNOWN[90]).steps for each in problems]
+    usual = [plan(task, KNOWN[90]).steps for task in problems]
     early_launch("0")
-    off = [plan(each, KNOWN[90]).steps for each in problems]
+    off = [plan(task, KNOWN[90]).steps for task in problems]
     assert any(step.begins_early for steps in usual for step in steps)
     assert not any(device.overlaps_launches for device in DEVICES.values())
     assert not any(step.begins_early for steps in off for step in steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -23,8 +22,6 @@ from cunorm.plan.problem import Problem
 from cunorm.plan.resources import is_legal
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.tables import REACH, Launch, Table
-
-Tuned = Callable[..., Path]
 
 
 def forget() -> None:
@@ -103,14 +100,9 @@ def test_an_entry_may_serve_rows_up_to_a_length_alone():
     served = {cols: table.choices(name, spec)[0][1].ctas_per_sm for cols, spec in specs.items()}
     assert served == {3192: 1, 3200: 1, 3208: 2, 3608: 3}
     measured_here = table.with_point(name, specs[3192], 60.0, Launch("backward", stages=4))
-    assert table_choices(measured_here, name) == ["256x2 to 400"]
+    assert [shape for shape, choices in measured_here.layouts[name].items() if len(choices) > 1] == ["256x2 to 400"]
     assert measured_here.has_point(name, specs[3200], 60.0)
     assert not measured_here.has_point(name, specs[3208], 60.0)
-
-
-def table_choices(table: Table, name: str) -> list[str]:
-    """Return the entries of a layout in which a launch was measured."""
-    return [shape for shape, choices in table.layouts[name].items() if len(choices) > 1]
 
 
 @pytest.mark.parametrize("task", PROBLEMS)
@@ -122,9 +114,9 @@ def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder,
     others += [
         problem(task.direction, task.rows, cols, dtype) for cols, dtype in ((264, "bfloat16"), (4096, "float64"))
     ]
-    before = [plan(each, H100).steps for each in others]
+    before = [plan(other, H100).steps for other in others]
     tuned(folder, task, candidates(task, rows_of(task), H100, 1)[0])
-    assert [plan(each, H100).steps for each in others] == before
+    assert [plan(other, H100).steps for other in others] == before
     near = {tables.rows_of_sm(rows_times(factor), H100) for factor in (0.81, 1.24)}
     table = tables.tables_of(H100)[0][1]
     assert all(launch_of(table, task, rows) is not None for rows in near)
@@ -197,12 +189,12 @@ def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(monkeyp
         choices = (((inf, Launch.of(other)),),)
         monkeypatch.setattr(tables, "_choices", lambda *_, choices=choices: choices)
         at_odd_addresses = replace(task, aligned=False)
-        groups = [launches(each, choose(each, H100), H100).groups for each in (task, at_odd_addresses)]
+        groups = [launches(placed, choose(placed, H100), H100).groups for placed in (task, at_odd_addresses)]
         assert groups[0] == groups[1], other
 
 
 def test_there_are_candidates_where_rows_are_held():
-    for task in (each.values[0] for each in PROBLEMS):
+    for task in (parameter.values[0] for parameter in PROBLEMS):
         others = candidates(task, rows_of(task), H100, 10**9)
         assert len(others) > 10
         assert len({other.shape.threads for other in others}) > 1
