@@ -73,7 +73,7 @@ def test_results_and_gradients(device, name, dtype):
     _, pull = jax.vjp(lambda x, operands: case.op(x, **operands, eps=EPS), x, as_arrays(Made(x, operands, gradients)))
     dx, by_jax = pull(gradients if len(gradients) > 1 else gradients[0])
     for operand, gradient in expected.items():
-        if dtype == "bfloat16" and name in ("poles", "both"):
+        if (name, dtype) == ("poles", "bfloat16"):
             continue  # s is rounded, and the functions amplify an ulp of it
         near(explicit[operand], gradient, dtype)
         near(dx if operand == "x" else by_jax[operand], gradient, dtype)
@@ -297,7 +297,7 @@ def test_named_functions_of_vectors_and_gates(device, name):
     """Operands are reshaped before the trace, and derivatives go back through that."""
     x, other, dy = (random(2, 3, COLS, device=device, seed=i) for i in range(3))
     vectors, weight = [random(2, COLS, device=device, seed=i) for i in range(3)], random(COLS, device=device)
-    groups = {"group_size": COLS // 3} if COLS % 3 == 0 else {}
+    groups = {"group_size": COLS // 3}
     call, given = {
         "modulated": (cunorm.jax.layer_norm_modulate, (x, *vectors[:2], weight, weight)),
         "gated": (partial(cunorm.jax.rms_norm_gated, **groups), (x, other, weight)),
