@@ -1,5 +1,7 @@
-"""Which tests run: those marked `gpu` need a GPU that CuPy can use and are skipped, in sight, without one; `quick` is
-the first case of each test but for those marked `slow`.
+"""Which tests run, and fixtures that all folders share.
+
+Tests marked `gpu` need a GPU that CuPy can use, and are reported as skipped without one. The mark `quick` is for the
+first case of each test that is not marked `slow`.
 """
 
 import functools
@@ -12,16 +14,18 @@ import numpy
 import pytest
 from cases import HOST_COLUMNS
 
-# torch collects garbage before it captures a graph: what an earlier test left would be freed during the capture, which
-# CUDA then refuses.
+# Let torch collect garbage before it captures a graph. Otherwise garbage of an earlier test may be freed during the
+# capture, which CUDA then refuses.
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
-# Plans are those that cunorm ships, whatever was tuned on this machine.
+# Plans follow the tables that cunorm ships, whatever was tuned on this machine.
 os.environ.setdefault("CUNORM_TUNE", "0")
-# No test starts a compiler beside it that it does not ask for.
+# A test starts no compiler in the background unless it asks for one.
 os.environ.setdefault("CUNORM_NODES", "0")
+# A GPU's memory is shared with the other libraries and with the other processes of pytest-xdist.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 DAYS_KEPT = 7
-POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
+POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests, because eight of them share a GPU
 
 
 @functools.cache
@@ -42,10 +46,10 @@ def gpu() -> tuple[str, str]:
 
 
 def compile_less_for_jax() -> None:
-    """Let XLA's programs for the CPU stay from run to run, as the stand-in's do, and leave them unoptimised.
+    """Keep XLA's programs for the CPU from run to run, as the stand-in's are kept, and do not optimise them.
 
     Compiling them is two thirds of the time of JAX's tests, and half of that is LLVM's optimisation. Each worker has a
-    folder of its own, because JAX does not write a file at once.
+    folder of its own, because JAX does not write files atomically.
     """
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
@@ -81,13 +85,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_long_on_the_host(item) -> bool:
-    """NumPy has one path for all row lengths: of tables of them the host takes the short ones."""
+    """Whether a case on the host has long rows. NumPy has one path for all lengths, so short ones are enough."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return parameters.get("xp") == "host" and parameters.get("cols", 0) > HOST_COLUMNS
 
 
 def mark_quick(items) -> None:
-    """Mark the first case of each test that can run here: a slice of every subject, also of one added tomorrow."""
+    """Mark the first case of each test that can run here, so that a quick run visits every subject."""
     seen = set()
     for item in items:
         test = (item.path, item.originalname)
@@ -98,7 +102,7 @@ def mark_quick(items) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A worker whose test takes minutes, as those that compile all kernels do, gives what it has left to the others."""
+    """Let a worker whose test takes minutes give the tests that it has left to the others."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
@@ -137,7 +141,7 @@ def one_thread():
 
 @pytest.fixture
 def lines(caplog):
-    """A function that returns what the logger has said since it was last called, nothing of it above INFO."""
+    """A function that returns the messages logged since its last call, and checks that none is above INFO."""
     caplog.set_level(logging.DEBUG, "cunorm")
 
     def said() -> list[str]:
@@ -152,7 +156,7 @@ def lines(caplog):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Run on the stand-in for a GPU what torch launches of fused operations, and keep what was launched."""
+    """Run fused operations of torch on the stand-in for a GPU, and keep what was launched."""
     import torch_stand_in
 
     return torch_stand_in.play(monkeypatch)

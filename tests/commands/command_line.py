@@ -1,4 +1,4 @@
-"""`python -m cunorm ...` as a user calls it: in a process of its own, away from the checkout, and with no GPU."""
+"""Call `python -m cunorm ...` as a user does, in a process of its own, away from the checkout, and without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(
 
 
 def without_a_home(patch: pytest.MonkeyPatch) -> None:
-    """As containers run: HOME is not set, and no user of this number is known."""
+    """Take the home directory away, as in a container: HOME is not set, and the user's number is unknown."""
 
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -46,7 +46,7 @@ def without_a_home(patch: pytest.MonkeyPatch) -> None:
 
 
 def output_of(result: subprocess.CompletedProcess) -> str:
-    """What a command that succeeds wrote."""
+    """Check that a command succeeded, and return what it wrote."""
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 

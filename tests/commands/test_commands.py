@@ -1,4 +1,4 @@
-"""`python -m cunorm info`, `compile` and `cache`."""
+"""`python -m cunorm info`, `compile` and `cache`: what they say, and what they refuse."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_info_says_how_ranks_exchange_rows_and_why(tmp_path):
 def test_info_of_two_gpus(monkeypatch, reached, access, exchange):
     class Runtime:
         @staticmethod
-        def deviceCanAccessPeer(one, other):  # noqa: N802
-            return (one, other) in reached
+        def deviceCanAccessPeer(source, peer):  # noqa: N802
+            return (source, peer) in reached
 
     monkeypatch.setattr(info, "_gpus", lambda: [{}, {}])
     monkeypatch.setattr(info, "_runtime", Runtime)
@@ -201,7 +201,7 @@ def test_compile_refuses_bad_arguments(tmp_path, change):
 
 
 class KernelCache:
-    """A directory with two kernel files and others that are not."""
+    """A directory with two kernel files, one of a killed process, and files that are no kernels."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -209,7 +209,7 @@ class KernelCache:
         path.mkdir()
         (path / f"cunorm_{KERNEL}.cubin").write_bytes(bytes(3))
         (path / f"cunorm_nodes_{KERNEL}.so").write_bytes(bytes(5))
-        (path / f"cunorm_{KERNEL}.cubin.{KERNEL[:32]}.tmp").write_bytes(bytes(9))  # of a process that was killed
+        (path / f"cunorm_{KERNEL}.cubin.{KERNEL[:32]}.tmp").write_bytes(bytes(9))  # a killed process left it
         (path / "notes.txt").write_bytes(bytes(7))
         (path / f"cunorm_{KERNEL}.cubin.backup").write_bytes(bytes(11))
         (path / "deeper").mkdir()
@@ -290,7 +290,7 @@ WRITING = [
 
 
 def written_to(tmp_path: Path, output: int, arguments: tuple[str, ...], **variables: str) -> tuple[int, str]:
-    """(the exit status, what stands on stderr) where `output` is the standard output."""
+    """Run a command with `output` as its standard output, and return (exit status, text on stderr)."""
     result = subprocess.run(
         [sys.executable, "-m", "cunorm", *arguments],
         cwd=tmp_path,
@@ -347,7 +347,7 @@ def test_a_plan_says_that_its_rows_are_assumed(tmp_path):
 
 
 def test_errors_advise_packages_that_an_index_has():
-    """Those of the extras. An index has no cunorm: `pip install 'cunorm[cuda13]'` would find nothing."""
+    """Errors name the packages of the extras: no index has cunorm, so `pip install 'cunorm[cuda13]'` would fail."""
     extras = tomllib.loads((Path(cunorm.__file__).parent.parent / "pyproject.toml").read_text())["project"]
     for extra in ("cuda13", "cuda12"):
         for package in extras["optional-dependencies"][extra]:

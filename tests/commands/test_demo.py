@@ -36,21 +36,21 @@ def test_demo_without_cupy_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_demo_shows_the_rounding_of_float16_as_error(tmp_path):
-    found = errors(output_of(command(tmp_path, "demo")))
-    # Half a unit in the last place of the largest value: y < 8, dx < 2, sums < 256.
+    error_of = errors(output_of(command(tmp_path, "demo")))
+    # An error is at most half an ulp of the largest value: y < 8, dx < 2, sums < 256.
     bounds = {"y": 2**-9, "dx": 2**-11, "dweight": 2**-4, "dbias": 2**-4}
-    assert found.keys() == bounds.keys()
+    assert error_of.keys() == bounds.keys()
     for name, bound in bounds.items():
-        assert 0 < found[name] <= 1.01 * bound + 1e-9
+        assert 0 < error_of[name] <= 1.01 * bound + 1e-9
 
 
 @pytest.mark.slow
 def test_demo_of_8_bits(tmp_path):
-    """3 bits of mantissa: 0.0265 of one operand, 0.0375 of two."""
+    """With 3 bits of mantissa, rounding one operand makes an error of 0.0265, and rounding both one of 0.0375."""
     output = output_of(command(tmp_path, "demo", "--fp8"))
     assert "layer_norm forward: 1797 rows x 64 cols" in output
-    found = dict(re.findall(r"^(norm to 8 bits|product after it) +([\d.]+)$", output, re.MULTILINE))
-    assert 0.02 < float(found["norm to 8 bits"]) < 0.03 < float(found["product after it"]) < 0.045
+    error_of = dict(re.findall(r"^(norm to 8 bits|product after it) +([\d.]+)$", output, re.MULTILINE))
+    assert 0.02 < float(error_of["norm to 8 bits"]) < 0.03 < float(error_of["product after it"]) < 0.045
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_demo_draws_a_row(tmp_path):
         ("row.txt", False, ".pdf, .png, .svg"),
     ],
 )
-def test_demo_says_why_it_cannot_draw(tmp_path, capsys, monkeypatch, file, without, message):
+def test_demo_says_why_it_cannot_draw(capsys, monkeypatch, file, without, message):
     if without:
         monkeypatch.setattr("cunorm.commands.plot_demo.find_spec", lambda _: None)
     else:
@@ -99,9 +99,9 @@ def test_demo_takes_a_file(tmp_path, name):
     numpy.save(tmp_path / "x.npy", ARRAYS[name])
     output = output_of(command(tmp_path, "demo", "--input", str(tmp_path / "x.npy")))
     assert f"of shape {ARRAYS[name].shape}" in output
-    found = errors(output)
-    assert len(found) == 4
-    assert all(error < 1e-2 for error in found.values())
+    error_of = errors(output)
+    assert len(error_of) == 4
+    assert all(error < 1e-2 for error in error_of.values())
 
 
 BAD_ARRAYS = {
@@ -134,15 +134,15 @@ def test_demo_of_8_bits_refuses_what_has_no_norm_to_them(tmp_path):
 
 @pytest.mark.slow
 def test_demo_of_two_ranks(tmp_path):
-    """Sums of 16 bits, of which the largest is rounded after some hundred: each within some units of 2^-11."""
+    """Sums are rounded to 16 bits, so that each error is at most a few units of 2^-11."""
     pytest.importorskip("torch")
     output = output_of(command(tmp_path, "demo", "--ranks", "2"))
     assert "2 processes, on the CPU (gloo)" in output
     assert "torch.distributed alone (tensors on cpu have no symmetric memory)" in output
     assert "LayerNormLinear(64, 192) over 898 of 1796 rows a rank" in output
-    found = dict(re.findall(r"^(y|d\w+) +(\S+)$", output, re.MULTILINE))
-    assert list(found) == ["y", "dx", "dlayer_norm_weight", "dlayer_norm_bias", "dweight", "dbias"]
-    assert all(0 < float(error) < 4 * 2**-11 for error in found.values()), found
+    error_of = dict(re.findall(r"^(y|d\w+) +(\S+)$", output, re.MULTILINE))
+    assert list(error_of) == ["y", "dx", "dlayer_norm_weight", "dlayer_norm_bias", "dweight", "dbias"]
+    assert all(0 < float(error) < 4 * 2**-11 for error in error_of.values()), error_of
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_demo_refuses_ranks(tmp_path, ranks, fragment):
 
 
 def npy(header: str) -> bytes:
-    """The beginning of a .npy file."""
+    """Return the beginning of a .npy file."""
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
 
 
@@ -198,6 +198,6 @@ def test_demo_runs_on_the_gpu_where_there_is_one(tmp_path):
     )
     assert "GPU (CUDA kernels through CuPy)" in output
     assert "host path" not in output
-    found = errors(output)
-    assert found["y"] <= 1.01 * 2**-8
-    assert found["dx"] <= 1.01 * 2**-10
+    error_of = errors(output)
+    assert error_of["y"] <= 1.01 * 2**-8
+    assert error_of["dx"] <= 1.01 * 2**-10

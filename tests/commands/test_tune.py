@@ -1,4 +1,4 @@
-"""`python -m cunorm tune`: what it keeps, what it refuses, and that nothing is slower or another bit after it."""
+"""`python -m cunorm tune`: what it keeps and refuses. After it nothing is slower, and no bit is another."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path, cupy):
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path) -> Iterator[Path]:
-    """An empty cache, of which tables are read."""
+    """An empty cache, whose tables are read."""
 
     def forget() -> None:
         tables.reads_the_users.cache_clear()
@@ -98,7 +98,7 @@ def cache(monkeypatch, tmp_path) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(cache, monkeypatch) -> Path:
-    """The folder of tables in it, and an H100 to plan for: what is searched is up to the test."""
+    """The folder of tables in the cache. The command plans for an H100, and the test replaces its search."""
     for name, part in {"why_no_gpu": lambda: None, "why_no_compiler": lambda: None, "_gpu": lambda: H100}.items():
         monkeypatch.setattr(tune, name, part)
     return cache / "tables"
@@ -108,7 +108,10 @@ Outcome = Callable[[], None]
 
 
 def searches(monkeypatch: Any, *outcomes: Outcome | None) -> list[NormSpec]:
-    """Each search finds the first candidate to be the best, or raises what an outcome does."""
+    """Replace the search: each finds the first candidate to be the best, or calls its outcome, which may raise.
+
+    The list that is returned receives the candidates that were found.
+    """
     best: list[NormSpec] = []
     planned = iter(outcomes)
 
@@ -133,7 +136,7 @@ def raises(error: BaseException) -> Outcome:
 
 
 def tuned(folder: Path) -> int:
-    """How many numbers of rows the table has."""
+    """Return how many numbers of rows the table has."""
     (path,) = folder.glob("*.json")
     return sum(
         len(numbers) for shapes in json.loads(path.read_text())["measured"].values() for numbers in shapes.values()
@@ -145,9 +148,9 @@ def test_the_next_plans_of_the_process_are_by_what_was_found(folder, monkeypatch
     assert main(["tune", *SHAPE, "--op", "rms_norm"]) == 0
     assert tuned(folder) == len(best) == 2
     for direction, spec in zip(("forward", "backward"), best, strict=True):
-        found = problem(direction, 16384, 4096, "bfloat16", "rms_norm")
-        assert choose(found, H100) == spec
-        assert tables.Launch.of(plan(found, H100).steps[0].spec) == tables.Launch.of(spec)
+        task = problem(direction, 16384, 4096, "bfloat16", "rms_norm")
+        assert choose(task, H100) == spec
+        assert tables.Launch.of(plan(task, H100).steps[0].spec) == tables.Launch.of(spec)
     output = capsys.readouterr().out
     assert re.search(r"2 of 2 launches are faster than before, by 100.0% on average; \S+\.json$", output.strip())
 
@@ -155,7 +158,7 @@ def test_the_next_plans_of_the_process_are_by_what_was_found(folder, monkeypatch
 def test_what_has_one_launch_is_left_out_and_equal_problems_are_searched_once(folder, monkeypatch, capsys):
     best = searches(monkeypatch)
     assert main(["tune", "--cols", "1024", "--rows", "64", "64", "--dtype", "bfloat16", "float64"]) == 0
-    assert len(best) == 2  # both norms forward; few rows backward, and float64, have one launch
+    assert len(best) == 2  # both norms forward; backward of few rows, and float64, have only one launch
     assert "16 problems, of which 2 have launches to choose from" in capsys.readouterr().out
 
 
@@ -190,7 +193,7 @@ def test_seconds_end_it(folder, monkeypatch, capsys):
     assert not list(folder.glob("*.json"))
 
 
-def test_a_damaged_table_is_replaced(folder, monkeypatch, capsys):
+def test_a_damaged_table_is_replaced(folder, monkeypatch):
     searches(monkeypatch)
     folder.mkdir(parents=True)
     path = tune._path(H100)
@@ -280,12 +283,12 @@ def test_a_model_that_cannot_be_run_is_said_in_a_line(folder, model, capsys, nam
 
 
 def product_of(rows: int) -> LinearProblem:
-    """A product of which no table that ships knows."""
+    """Return a product that no shipped table knows."""
     return LinearProblem("rms_norm", rows, 896, 2688, "float16", x_stride=896, weight_stride=896)
 
 
 def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, capsys):
-    """One launch was faster for 8 rows alone; more than 32 are left out, as cuBLASLt is missing."""
+    """One launch was faster only for 8 rows. More than 32 rows are left out, because cuBLASLt is missing."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
 
     def search(problem, gpu, step):
@@ -307,7 +310,7 @@ def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, caps
 
 
 def test_an_algorithm_of_cublas_is_kept_where_it_was_faster(folder, monkeypatch):
-    """For 32 rows the table also says that two launches run, for 512 there is no other way."""
+    """For 32 rows the table also says that two launches run; for 512 rows there is no other way."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
     way = search_linear.Way(0, (66, 7, 1))
     monkeypatch.setattr(tune, "why_not", lambda *_: "")
@@ -366,13 +369,13 @@ def test_a_way_is_better_if_it_is_right_and_ahead_by_more_than_the_spread(monkey
 
     monkeypatch.setattr(search_linear, "Arrays", Arrays)
     monkeypatch.setattr(search_linear, "sound", lambda kernels, *_: [*kernels])
-    found = search_linear.search_linear(problem, H100)
-    assert (found.better, found.tried) == (better, 5 - len(wrong))
-    assert (found.best == found.today) == (better is None)
+    result = search_linear.search_linear(problem, H100)
+    assert (result.better, result.tried) == (better, 5 - len(wrong))
+    assert (result.best == result.today) == (better is None)
 
 
 class Buffers:
-    """Times of plans as a test says: of today's 1.0 s, of the others by their place, each with a spread."""
+    """A stand-in for the search's buffers: today's plan takes 1.0 s, others what the test says, all with a spread."""
 
     def __init__(self, seconds: dict[NormSpec, float], spread: float, wrong: set[NormSpec]):
         self.seconds, self.spread, self.wrong = seconds, spread, wrong
@@ -405,12 +408,12 @@ class Buffers:
 def test_a_launch_is_better_if_it_is_ahead_by_more_than_the_spread_and_has_todays_bits(
     monkeypatch, seconds, spread, wrong, best
 ):
-    found = problem("forward", 16384, 4096, "bfloat16")
-    others = candidates(found, choose(found, H100), H100, 3)
+    task = problem("forward", 16384, 4096, "bfloat16")
+    others = candidates(task, choose(task, H100), H100, 3)
     buffers = Buffers(dict(zip(others, seconds, strict=True)), spread, {others[place] for place in wrong})
     monkeypatch.setattr(searching, "Buffers", lambda _: buffers)
     monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
-    result = searching.search(found, plan(found, H100), others, H100)
+    result = searching.search(task, plan(task, H100), others, H100)
     assert result.better == (None if best is None else others[best])
     assert [spec for spec, _ in result.faults] == [others[place] for place in wrong]
 
@@ -430,16 +433,16 @@ def test_candidates_that_spill_are_left_out(monkeypatch, direction, spills, kept
 
     monkeypatch.setattr(searching, "compile_all", compile_all)
     monkeypatch.setattr(searching, "compiler", lambda keep: nullcontext())
-    found = problem(direction, 16384, 4096, "bfloat16")
-    plans = {launches(found, spec, H100): spec for spec in candidates(found, choose(found, H100), H100, 3)}
-    assert len(searching._without_spills(plans, found, H100, lambda: None)) == kept
+    task = problem(direction, 16384, 4096, "bfloat16")
+    plans = {launches(task, spec, H100): spec for spec in candidates(task, choose(task, H100), H100, 3)}
+    assert len(searching._without_spills(plans, task, H100, lambda: None)) == kept
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_sums_over_rows_may_differ_by_roundings_and_by_no_row(name):
-    """Other partial sums round otherwise; a row that is missing is seen."""
-    found = problem("backward", 4096, 1024, name)
-    operand = found.by_name["dweight"]
+    """Other partial sums may round otherwise, but a row that is missing is a fault."""
+    task = problem("backward", 4096, 1024, name)
+    operand = task.by_name["dweight"]
     terms = numpy.random.default_rng(0).standard_normal((4096, 1024))
     results = {
         "today": {"dweight": searching.bytes_of(terms.sum(0), operand)},
@@ -447,13 +450,13 @@ def test_sums_over_rows_may_differ_by_roundings_and_by_no_row(name):
         "missing": {"dweight": searching.bytes_of(terms[40:].sum(0), operand)},
         "unwritten": {"dweight": numpy.full_like(searching.bytes_of(terms.sum(0), operand), 255)},
     }
-    buffers = SimpleNamespace(problem=found, results=results.__getitem__)
+    buffers = SimpleNamespace(problem=task, results=results.__getitem__)
     faults = {name: searching.Buffers.fault(buffers, name, results["today"]) for name in results}
     assert [name for name, fault in faults.items() if fault] == ["missing", "unwritten"]
 
 
 class Memory(cpu_cupy.Array):
-    """Of a GPU, as the search asks for it."""
+    """An array with the methods of GPU memory that the search calls."""
 
     @property
     def data(self) -> Any:
@@ -465,7 +468,7 @@ class Memory(cpu_cupy.Array):
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.parametrize(
-    "found",
+    "task",
     [
         pytest.param(problem("forward", 6, 200, "bfloat16", strides={"x": RowStrides(208, 1000, 2)}), id="views"),
         pytest.param(problem("backward", 40, 200, "float32", weight="bfloat16"), id="backward"),
@@ -475,8 +478,8 @@ class Memory(cpu_cupy.Array):
     ],
 )
 @pytest.mark.parametrize("broken", [False, True], ids=["as it is", "one kernel writes something else"])
-def test_a_search_on_the_stand_in(monkeypatch, found, broken):
-    """Its arrays, calls and checks are real; the clock says that candidates take half the time."""
+def test_a_search_on_the_stand_in(monkeypatch, task, broken):
+    """The search's arrays, calls and checks are real. Its clock says that candidates take half the time."""
     runs = cpu_cupy.Runs(Machine())
     cuda = SimpleNamespace(
         Device=lambda: SimpleNamespace(id=0, synchronize=lambda: None),
@@ -494,9 +497,9 @@ def test_a_search_on_the_stand_in(monkeypatch, found, broken):
     monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
     monkeypatch.setattr(searching.timing, "buffers_needed", lambda _: 2)
     with mock.patch.object(backward_rule, "MOST_ROWS", 0):
-        today = choose(found, SMALL)
-        others = candidates(found, today, SMALL, 10**9)[::40][:3]
-    solution = launches(found, today, SMALL)
+        today = choose(task, SMALL)
+        others = candidates(task, today, SMALL, 10**9)[::40][:3]
+    solution = launches(task, today, SMALL)
 
     def timer(calls: list[Callable[[], None]], rounds: int) -> Callable[[], float]:
         for call in calls:
@@ -511,19 +514,21 @@ def test_a_search_on_the_stand_in(monkeypatch, found, broken):
         def wrong(plan: Plan, *arguments: Any) -> None:
             run(plan, *arguments)
             if plan is not solution:
-                pointer = arguments[2][found.pointers.index(next(one.name for one in found.operands if one.written))]
+                pointer = arguments[2][
+                    task.pointers.index(next(operand.name for operand in task.operands if operand.written))
+                ]
                 ctypes.c_char.from_address(pointer).value = b"?"
 
         monkeypatch.setattr(runs, "run", wrong)
-    result = searching.search(found, solution, others, SMALL)
+    result = searching.search(task, solution, others, SMALL)
     assert result.tried == len(others) == 3
-    assert [why for _, why in result.faults] == (3 * [f"{found.wanted[0]} has other bits"] if broken else [])
+    assert [why for _, why in result.faults] == (3 * [f"{task.wanted[0]} has other bits"] if broken else [])
     assert result.better in (others if not broken else [None])
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeypatch, capsys):
-    """In less than a minute; by the clock of the search itself, in a second search of the same shapes."""
+    """A second search of the same shapes compares the times. The first takes less than a minute."""
     import cupy
     from arrays import inputs, same_bits
     from functions import backward, forward
@@ -533,30 +538,30 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
 
     def results() -> list[Any]:
         monkeypatch.setattr(backend, "_recipes", Recipes())
-        found: list[Any] = []
+        arrays: list[Any] = []
         for rows in (64, 4096):
             x, dy, weight, bias = inputs(cupy, rows, 4096, "bfloat16")
             y, mean, rstd = forward("rms_norm", x, weight, bias)
-            found += [y, rstd, backward("rms_norm", dy, x, mean, rstd, weight)[0]]
-        return found
+            arrays += [y, rstd, backward("rms_norm", dy, x, mean, rstd, weight)[0]]
+        return arrays
 
     before = results()
     arguments = ["--op", "rms_norm", "--cols", "4096", "--rows", "64", "4096", "--dtype", "bfloat16"]
     assert main(["tune", *arguments, "--seconds", "60"]) == 0
     assert "the time is up" not in capsys.readouterr().out
-    assert tuned(cache / "tables") == 3  # few rows backward have one launch
-    assert all(same_bits(one, other) for one, other in zip(before, results(), strict=True))
+    assert tuned(cache / "tables") == 3  # backward of few rows has only one launch
+    assert all(same_bits(array, later_array) for array, later_array in zip(before, results(), strict=True))
     gpu = tune._gpu()
     for direction, rows in (("forward", 64), ("forward", 4096), ("backward", 4096)):
-        found = problem(direction, rows, 4096, "bfloat16", "rms_norm")
-        best = choose(found, gpu)
+        task = problem(direction, rows, 4096, "bfloat16", "rms_norm")
+        best = choose(task, gpu)
         with monkeypatch.context() as patch:
             patch.setattr(tables, "reads_the_users", lambda: False)
             tables.forget()
-            shipped = choose(found, gpu)
+            shipped = choose(task, gpu)
         tables.forget()
         if best != shipped:
-            again = searching.search(found, searching.launches(found, shipped, gpu), [best], gpu)
+            again = searching.search(task, searching.launches(task, shipped, gpu), [best], gpu)
             assert again.faults == ()
             assert again.fastest[0][0] <= again.today.p80
 

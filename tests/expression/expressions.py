@@ -13,7 +13,7 @@ def gated(x, z, weight):
     return x * weight * expression.silu(z)
 
 
-# Of a function: its text, and those of its gradients from dy, as one would write them by hand.
+# (function, its text, the texts of its gradients from dy), as one would write them by hand.
 BY_HAND = [
     (
         lambda xhat, weight, bias: xhat * weight + bias,
@@ -36,8 +36,8 @@ BY_HAND = [
 ]
 
 
-# In float64, as Python's own functions have them.
-PRIMITIVES = {  # (the function over tracers, arrays and numbers; the same of Python's numbers)
+# (the function for tracers, arrays and numbers; the same function for Python's float, by Python's own functions)
+PRIMITIVES = {
     "abs": (abs, abs),
     "erf": (expression.erf, math.erf),
     "exp": (expression.exp, math.exp),
@@ -63,7 +63,7 @@ PRIMITIVES = {  # (the function over tracers, arrays and numbers; the same of Py
 }
 
 
-# Derivatives that overflow as one would first write them, and where.
+# The obvious formula of each derivative overflows at some of the values FAR.
 STABLE = {
     "silu": lambda x, z: x * expression.silu(z),
     "sigmoid": lambda x, z: x * expression.sigmoid(z),

@@ -1,4 +1,4 @@
-"""Expressions: what is traced is what is computed, differentiated, written for CUDA and read back."""
+"""Expressions: tracing, texts that are read back, derivatives, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from cunorm.expression.texts import evaluate
 def test_texts_are_those_one_would_write_by_hand(function, text, derivatives):
     traced = trace(function)
     assert traced.text == text
-    found = gradients(traced, traced.names, seed="dy")
-    assert {name: derivative.text for name, derivative in found.items()} == derivatives
-    assert all(derivative.names == (*traced.names, "dy") for derivative in found.values())
+    by_name = gradients(traced, traced.names, seed="dy")
+    assert {name: derivative.text for name, derivative in by_name.items()} == derivatives
+    assert all(derivative.names == (*traced.names, "dy") for derivative in by_name.values())
 
 
 def test_without_a_seed_a_derivative_is_multiplied_by_nothing():
-    found = gradients(trace(lambda xhat, weight, bias: xhat * weight + bias), ["xhat", "weight", "bias"])
-    assert [derivative.text for derivative in found.values()] == ["weight", "xhat", "1"]
-    assert found["bias"].names == ("xhat", "weight", "bias")
+    by_name = gradients(trace(lambda xhat, weight, bias: xhat * weight + bias), ["xhat", "weight", "bias"])
+    assert [derivative.text for derivative in by_name.values()] == ["weight", "xhat", "1"]
+    assert by_name["bias"].names == ("xhat", "weight", "bias")
 
 
 def spelled_otherwise(x, scale):
@@ -40,7 +40,7 @@ def spelled_otherwise(x, scale):
     return numpy.add(numpy.multiply(x, factor), -1 * -numpy.tanh(factor)) * 1
 
 
-# Functions that compute the same, however they are written.
+# Pairs of functions that compute the same, but are written differently.
 EQUAL = [
     (lambda x, scale: x * scale + numpy.tanh(scale), spelled_otherwise),
     (lambda x: x**3, lambda x: x * x * x),
@@ -103,9 +103,9 @@ def test_what_is_shared_is_written_once():
 
 
 def repeated(step):
-    """A function that takes a step many times, for each number of them."""
+    """Return a function that traces a given number of steps, one after the other."""
 
-    def of(times):
+    def traced(times):
         def function(x, w):
             y = x
             for _ in range(times):
@@ -114,7 +114,7 @@ def repeated(step):
 
         return trace(function)
 
-    return of
+    return traced
 
 
 LONG = {
@@ -129,28 +129,28 @@ LONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", LONG.values(), ids=LONG)
-def test_a_long_expression_has_texts_and_derivatives_in_proportion(of):
+@pytest.mark.parametrize("traced_steps", LONG.values(), ids=LONG)
+def test_a_long_expression_has_texts_and_derivatives_in_proportion(traced_steps):
     lengths = {}
     for times in (500, 1000):
-        traced = of(times)
-        every = [traced, *gradients(traced, traced.names, seed="dy").values()]
-        assert all(parse(one.text, one.names) == one for one in every)
-        lengths[times] = [(len(one.steps), len(one.text)) for one in every]
+        traced = traced_steps(times)
+        formulas = [traced, *gradients(traced, traced.names, seed="dy").values()]
+        assert all(parse(formula.text, formula.names) == formula for formula in formulas)
+        lengths[times] = [(len(formula.steps), len(formula.text)) for formula in formulas]
     for short, long in zip(*lengths.values(), strict=True):
         assert all(after < 2.2 * before for before, after in zip(short, long, strict=True))
 
 
 def test_the_derivative_of_a_long_product_is_right():
-    """Of more factors than are taken apart: that of x w^1000 by w is 1000 x w^999."""
-    found = gradients(LONG["products"](1000), ["x", "w"], seed="dy")
+    """The derivative of x w^1000 by w is 1000 x w^999, though so many factors are not taken apart."""
+    by_name = gradients(LONG["products"](1000), ["x", "w"], seed="dy")
     values = {"x": numpy.float64(3), "w": numpy.float64(1.001), "dy": numpy.float64(2)}
-    assert evaluate(found["x"], values, numpy) == pytest.approx(2 * 1.001**1000, rel=1e-12)
-    assert evaluate(found["w"], values, numpy) == pytest.approx(2 * 3 * 1000 * 1.001**999, rel=1e-12)
+    assert evaluate(by_name["x"], values, numpy) == pytest.approx(2 * 1.001**1000, rel=1e-12)
+    assert evaluate(by_name["w"], values, numpy) == pytest.approx(2 * 3 * 1000 * 1.001**999, rel=1e-12)
 
 
 def test_a_text_is_read_once():
-    """A text of the same symbols that is a thousand times longer takes no thousand times as long."""
+    """A text with as many symbols takes about as long if its names are a thousand times longer."""
 
     def seconds(name):
         start = time.thread_time()
@@ -186,8 +186,8 @@ ROUND_TRIPS = [
 @pytest.mark.parametrize("function", ROUND_TRIPS)
 def test_a_text_says_all(function):
     traced = trace(function)
-    for one in (traced, *gradients(traced, traced.names, seed="dy").values()):
-        assert parse(one.text, one.names) == one
+    for formula in (traced, *gradients(traced, traced.names, seed="dy").values()):
+        assert parse(formula.text, formula.names) == formula
 
 
 def test_a_text_may_be_written_by_hand():
@@ -263,7 +263,7 @@ def with_branch(x):
     return x if x > 0 else 0 * x
 
 
-# What cannot be traced: the function, the error, what the message says.
+# Functions that cannot be traced: (function, error, what the message says).
 REFUSED = [
     (with_branch, TypeError, "'with_branch' .*test_expression.py:[0-9]+.*truth.*: use where, minimum or maximum"),
     (lambda x: max(x, 0), TypeError, "use where, minimum or maximum"),
@@ -276,7 +276,7 @@ REFUSED = [
     (lambda x: float(x), TypeError, "float, int and functions of math cannot be traced"),
     (lambda x: numpy.asarray(x), TypeError, "cannot be traced"),
     (lambda x: x[0], TypeError, "an index cannot be traced"),
-    (lambda x: sum(one for one in x), TypeError, "an index cannot be traced"),
+    (lambda x: sum(element for element in x), TypeError, "an index cannot be traced"),
     (lambda x: x.mean(), TypeError, r"\.mean cannot be traced: a traced value is no array"),
     (lambda x: x.clip(0, 1), TypeError, r"\.clip cannot be traced: use numpy.clip"),
     (lambda x: numpy.mean(x), TypeError, r"numpy.mean cannot be traced\."),

@@ -1,4 +1,4 @@
-"""Expressions as C++: compiled for the CPU and by NVRTC they compute what NumPy does."""
+"""Expressions as C++: compiled for the CPU they compute what NumPy does, and NVRTC compiles them."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ IN_CPP = [
 
 def with_gradients(function) -> dict[str, Expression]:
     traced = trace(function)
-    found = gradients(traced, traced.names, seed="seed")
-    return {"result": traced} | {f"gradient_{name}": derivative for name, derivative in found.items()}
+    by_name = gradients(traced, traced.names, seed="seed")
+    return {"result": traced} | {f"gradient_{name}": derivative for name, derivative in by_name.items()}
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """All of IN_CPP, compiled once with the stand-in for platform.cuh."""
+    """Compile all of IN_CPP once, with the stand-in's platform.cuh."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     stand_in = ROOT / "tests" / "kernels" / "cpu"
@@ -115,22 +115,22 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("number", range(len(IN_CPP)))
 def test_cpp_computes_what_numpy_does(compiled, number, dtype):
-    """To the rounding of each operation; fused ones are rounded less."""
+    """The results differ by the roundings of the operations; a fused multiply-add has fewer of them."""
     results = with_gradients(IN_CPP[number])
     names = [*results["result"].names, "seed"]
     points = numpy.random.default_rng(0).uniform(-3, 3, (64, len(names)))
     points[:13, 0] = FAR if IN_CPP[number] in STABLE.values() else points[:13, 0]
     points[13:16] = points[13:16, :1]  # ties
     points = points.astype(dtype)
-    found = numpy.empty((64, len(results)), dtype)
+    computed = numpy.empty((64, len(results)), dtype)
     call = getattr(compiled, f"{'float' if dtype == 'float32' else 'double'}_{number}")
-    call(points.ctypes.data_as(ctypes.c_void_p), found.ctypes.data_as(ctypes.c_void_p), 64)
+    call(points.ctypes.data_as(ctypes.c_void_p), computed.ctypes.data_as(ctypes.c_void_p), 64)
     wide = {name: points[:, column].astype("float64") for column, name in enumerate(names)}
-    for column, one in enumerate(results.values()):
-        expected = numpy.broadcast_to(evaluate(one, wide, numpy), 64)
+    for column, result in enumerate(results.values()):
+        expected = numpy.broadcast_to(evaluate(result, wide, numpy), 64)
         precision = numpy.finfo(dtype).eps
         scale = numpy.maximum(abs(expected), 1 + abs(expected[13:]).max())
-        assert (abs(found[:, column] - expected) <= 32 * precision * scale).all(), one.text
+        assert (abs(computed[:, column] - expected) <= 32 * precision * scale).all(), result.text
 
 
 def test_nan_goes_through_minimum_and_maximum_in_cpp(compiled):
@@ -162,13 +162,13 @@ def test_nvrtc_compiles_the_statements(compute):
 @pytest.mark.parametrize("function", [lambda xhat, scale, shift: xhat * (1 + scale) + shift, gated])
 def test_tracing_with_derivative_and_text_takes_less_than_a_millisecond(function):
     def seconds() -> float:
-        start = time.thread_time()  # other tests run beside it
+        start = time.thread_time()  # not the wall clock, because other tests run beside this one
         traced = trace(function)
         results = {"y": traced} | {
             f"d_{name}": derivative for name, derivative in gradients(traced, traced.names, seed="dy").items()
         }
         cuda(results)
-        assert all(one.text for one in results.values())
+        assert all(result.text for result in results.values())
         return time.thread_time() - start
 
     assert any(seconds() < 1e-3 for _ in range(500))

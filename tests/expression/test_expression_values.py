@@ -1,4 +1,4 @@
-"""Expressions: values and derivatives, by NumPy, torch and JAX, against mathematics and slopes."""
+"""Values and derivatives of expressions, by NumPy, torch and JAX, against Python's math and finite differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cunorm import expression
-from cunorm.expression import Expression, gradients, parse, trace
+from cunorm.expression import gradients, parse, trace
 from cunorm.expression.texts import evaluate
 
 POINTS = numpy.concatenate([numpy.linspace(-6, 6, 49), [1.1, -2.3, 1e-9, -1e-9, 1e-300]])
@@ -26,9 +26,9 @@ def test_functions_are_those_of_mathematics(name, module):
     function, of_numbers = PRIMITIVES[name]
     expected = [of_numbers(float(x)) for x in POINTS]
     with jax.enable_x64(True):
-        found = evaluate(trace(function), {"x": module.asarray(POINTS)}, module)
-        assert str(found.dtype).endswith("float64")
-    numpy.testing.assert_allclose(numpy.asarray(found), expected, rtol=2e-15, atol=2e-15)
+        values = evaluate(trace(function), {"x": module.asarray(POINTS)}, module)
+        assert str(values.dtype).endswith("float64")
+    numpy.testing.assert_allclose(numpy.asarray(values), expected, rtol=2e-15, atol=2e-15)
 
 
 @pytest.mark.parametrize("name", sorted(PRIMITIVES.keys() - {"where", "minimum", "maximum"}))
@@ -42,9 +42,9 @@ def test_functions_take_arrays_and_numbers(name):
 @pytest.mark.parametrize("module", [numpy, torch, jax.numpy], ids=lambda module: module.__name__)
 def test_constants_and_numbers_do_not_widen(module):
     traced = trace(lambda x, factor: expression.where(x > 0, 0.1, expression.minimum(0.3, factor)) * x + 2)
-    found = evaluate(traced, {"x": module.asarray([1.0, -1.0], dtype=module.float32), "factor": 0.2}, module)
-    assert str(found.dtype).endswith("float32")
-    numpy.testing.assert_allclose(numpy.asarray(found), [2.1, 1.8], rtol=1e-6)
+    values = evaluate(traced, {"x": module.asarray([1.0, -1.0], dtype=module.float32), "factor": 0.2}, module)
+    assert str(values.dtype).endswith("float32")
+    numpy.testing.assert_allclose(numpy.asarray(values), [2.1, 1.8], rtol=1e-6)
 
 
 def test_evaluate_refuses_what_it_cannot():
@@ -87,9 +87,9 @@ def test_gradients_at_ties_are_those_of_torch():
         evaluate(traced, tensors, torch).sum().backward()
         for name, derivative in gradients(traced, ["x", "y"]).items():
             arrays = {name: numpy.array(value) for name, value in values.items()}
-            found = numpy.broadcast_to(evaluate(derivative, arrays, numpy), 5)
-            numpy.testing.assert_array_equal(found[:4], tensors[name].grad.numpy()[:4])
-    # Where one is NaN, torch's maximum gives the whole gradient to both.
+            gradient = numpy.broadcast_to(evaluate(derivative, arrays, numpy), 5)
+            numpy.testing.assert_array_equal(gradient[:4], tensors[name].grad.numpy()[:4])
+    # If one operand is NaN, torch's maximum gives the whole gradient to both.
     numpy.testing.assert_array_equal(
         evaluate(gradients(trace(lambda x, y: expression.maximum(x, y)), ["x"])["x"], arrays, numpy)[4], 1
     )
@@ -134,7 +134,7 @@ def test_each_derivative_is_the_slope(function):
 
 
 def build(plan, leaves):
-    """The function of `leaves` that a plan says: a leaf's number, or a function and plans of its arguments."""
+    """Compute what a plan says: it is a leaf's index, a constant, or a function and the plans of its arguments."""
     if isinstance(plan, int | float):
         return leaves[plan] if isinstance(plan, int) else plan
     function, *arguments = plan
@@ -148,26 +148,22 @@ PLANS = st.recursive(
 )
 
 
-def traced_plan(plan) -> Expression:
-    return trace(lambda a, b, c: build(plan, (a, b, c)) + 0 * a)
-
-
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=PLANS, seed=st.integers(0, 2**32 - 1))
 def test_any_expression_is_read_back_and_differentiated(plan, seed):
-    """Against finite differences; where a step is across a corner, or too large, one of the points will do."""
-    traced = traced_plan(plan)
+    """Derivatives are those of torch, and finite differences where two steps agree, so where there is no corner."""
+    traced = trace(lambda a, b, c: build(plan, (a, b, c)) + 0 * a)
     generator = numpy.random.default_rng(seed)
     values = dict(zip("abc", generator.uniform(-1.5, 1.5, (3, 8)), strict=True))
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
     (evaluate(traced, tensors, torch) + 0 * sum(tensors.values())).sum().backward()
     for name, derivative in gradients(traced, traced.names).items():
         assert parse(derivative.text, derivative.names) == derivative
-        found = numpy.broadcast_to(evaluate(derivative, values, numpy), 8)
-        assert numpy.isfinite(found).all()
+        gradient = numpy.broadcast_to(evaluate(derivative, values, numpy), 8)
+        assert numpy.isfinite(gradient).all()
         expected = tensors[name].grad.numpy()
-        numpy.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * (1 + abs(expected).max()))
+        numpy.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9 * (1 + abs(expected).max()))
 
         def shifted(step, name=name):
             return evaluate(traced, values | {name: values[name] + step}, numpy)
@@ -175,7 +171,7 @@ def test_any_expression_is_read_back_and_differentiated(plan, seed):
         steps = 1e-4, 5e-5
         slopes = [numpy.broadcast_to((shifted(step) - shifted(-step)) / (2 * step), 8) for step in steps]
         smooth = abs(slopes[0] - slopes[1]) < 1e-6 * (1 + abs(slopes[1]))
-        numpy.testing.assert_allclose(slopes[1][smooth], found[smooth], rtol=2e-5, atol=2e-5)
+        numpy.testing.assert_allclose(slopes[1][smooth], gradient[smooth], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -189,20 +185,20 @@ def test_any_expression_is_read_back_and_differentiated(plan, seed):
     ],
 )
 def test_signs_of_products_are_counted(function, text):
-    """Each factor's by itself, also where both are one number: the derivative of erf(-a) squares it."""
+    """Each factor's sign counts by itself, also where both factors are one value, as in the derivative of erf(-a)."""
     assert trace(function).text == text
 
 
 @pytest.mark.parametrize("name", STABLE)
 def test_derivatives_are_right_far_away_in_float32(name):
-    """Within what float32 can say of torch's in float64."""
+    """Derivatives in float32 are those of torch in float64, also where the obvious formula overflows."""
     traced = trace(STABLE[name])
     z = torch.tensor(FAR, requires_grad=True)
     evaluate(traced, {"x": 1.5, "z": z}, torch).sum().backward()
     for module in (numpy, torch, jax.numpy):
         values = {"x": 1.5, "z": module.asarray(FAR.astype("float32"))}
         with numpy.errstate(under="ignore"):
-            found = evaluate(gradients(traced, ["z"])["z"], values, module)
+            gradient = evaluate(gradients(traced, ["z"])["z"], values, module)
             result = evaluate(traced, values, module)
         assert numpy.isfinite(numpy.asarray(result)).all()
-        numpy.testing.assert_allclose(numpy.asarray(found), z.grad.numpy(), rtol=1e-5, atol=1e-6)
+        numpy.testing.assert_allclose(numpy.asarray(gradient), z.grad.numpy(), rtol=1e-5, atol=1e-6)

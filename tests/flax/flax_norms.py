@@ -1,4 +1,4 @@
-"""Flax's norms and ours behind one signature: a function of parameters and x, its result and its gradients."""
+"""Flax's norms and ours behind one signature: functions of parameters and x, with results and gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
         return getattr(MODULES[self.framework][who], self.norm)
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Without those that the class does not have."""
+        """Return the options without those that the class does not have."""
         return {name: value for name, value in options.items() if name != "use_bias" or self.norm == "LayerNorm"}
 
 
@@ -50,7 +50,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids="-".join)
 
 
 def function(kind: Kind, who: str, options: dict[str, Any], **call: Any) -> Callable[[dict[str, Any], Any], jax.Array]:
-    """y of parameters, {"scale": ..., "bias": ...}, and x."""
+    """Return the function that computes y from parameters, {"scale": ..., "bias": ...}, and x."""
     cls, options = kind.cls(who), kind.options(options)
 
     def by_linen(parameters, x):
@@ -67,14 +67,17 @@ def function(kind: Kind, who: str, options: dict[str, Any], **call: Any) -> Call
 
 
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Under jit; on the CPU without LLVM's optimizations, which take a third of the time of these tests."""
+    """Jit the function, on the CPU without LLVM's optimizations, which take a third of the time of these tests."""
     return jax.jit(
         f, compiler_options={"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     )
 
 
 def with_gradients(f: Callable[..., jax.Array], dy: Any = None) -> Callable[..., tuple[Any, ...]]:
-    """(y, {"scale": dscale, "bias": dbias}, dx) of parameters and x; dy a NumPy array, or ones."""
+    """Return the function of parameters and x that gives (y, {"scale": dscale, "bias": dbias}, dx).
+
+    dy is a NumPy array, or None for ones.
+    """
 
     def both(parameters, x):
         y, pullback = jax.vjp(f, parameters, x)
@@ -85,7 +88,7 @@ def with_gradients(f: Callable[..., jax.Array], dy: Any = None) -> Callable[...,
 
 @contextlib.contextmanager
 def kernel_calls(kind: Kind):
-    """A mock that sees the calls of cunorm.jax's function."""
+    """Yield a mock that sees the calls of cunorm.jax's function."""
     module = MODULES[kind.framework]["cunorm"]
     with mock.patch.object(module, kind.op, wraps=getattr(module, kind.op)) as calls:
         yield calls
@@ -108,7 +111,7 @@ class Case(NamedTuple):
         return tuple(self.shape[-len(axes) :]) if isinstance(axes, tuple) else self.shape[-1:]
 
     def arrays(self, kind: Kind) -> tuple[dict[str, numpy.ndarray], numpy.ndarray, numpy.ndarray]:
-        """(parameters, x, dy), dy in float32."""
+        """Return (parameters, x, dy), with dy in float32."""
         cols = math.prod(self.row())
         rows = math.prod(self.shape) // cols
         given = inputs(numpy, rows, cols, self.x, offset=self.offset, weight=self.parameters, dy="float32")

@@ -1,4 +1,4 @@
-"""AddLayerNorm and AddRMSNorm of linen and nnx: the sum, and what Flax's norm makes of it with the same parameters."""
+"""AddLayerNorm and AddRMSNorm of linen and nnx give the sum, and Flax's norm of it with the same parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ norms = pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 
 
 def applied(framework, module, name, parameters, *arrays, **options):
-    """What a module of Flax's or of ours (named Add...) makes of the arrays, with these parameters."""
+    """Call a module of Flax's or of ours (named Add...) on the arrays, with these parameters."""
     if framework == "linen":
         return getattr(module.linen, name)(**options).apply({"params": parameters}, *arrays)
     made = getattr(module.nnx, name)(COLS, rngs=flax.nnx.Rngs(0), **options)
-    for of, parameter in parameters.items():
-        setattr(made, of, flax.nnx.Param(parameter))
+    for parameter_name, parameter in parameters.items():
+        setattr(made, parameter_name, flax.nnx.Param(parameter))
     return made(*arrays)
 
 
@@ -52,19 +52,19 @@ def test_the_sum_and_flaxs_norm_of_it(device, framework, norm):
         s = x + residual
         return applied(framework, flax, norm, parameters, s), s
 
-    found, expected = (jax.jit(lambda *a, f=f: jax.vjp(f, *a)[0])(x, residual, parameters) for f in (mine, flaxs))
-    close(found, expected)
-    found, expected = (
+    results, expected = (jax.jit(lambda *a, f=f: jax.vjp(f, *a)[0])(x, residual, parameters) for f in (mine, flaxs))
+    close(results, expected)
+    gradients, expected_gradients = (
         jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1]((x, residual)))(x, residual, parameters) for f in (mine, flaxs)
     )
-    close(found, expected, atol=1e-4)
+    close(gradients, expected_gradients, atol=1e-4)
 
 
 @on_devices
 @frameworks
 @norms
 def test_dtypes(device, framework, norm):
-    """y in `dtype` or what everything promotes to, s in `s_dtype` or what x and residual promote to."""
+    """y has `dtype`, or what everything promotes to; s has `s_dtype`, or what x and residual promote to."""
     x, residual, parameters = given(norm, device, "bfloat16")
     y, s = applied(framework, cunorm.flax, f"Add{norm}", parameters, x, residual)
     assert (y.dtype, s.dtype) == ("float32", "bfloat16")
@@ -79,7 +79,7 @@ def test_dtypes(device, framework, norm):
 @frameworks
 @norms
 def test_parameters_are_those_of_flaxs_norm(framework, norm):
-    """By name, shape, dtype and value; without them none."""
+    """They have the same names, shapes, dtypes and values. A module without parameters has none."""
     x = jnp.ones((2, COLS))
     options = {"param_dtype": jnp.bfloat16}
     if framework == "linen":

@@ -1,4 +1,4 @@
-"""LayerNormDense of linen and nnx: what Flax's norm followed by its Dense makes of the same parameters."""
+"""LayerNormDense of linen and nnx gives what Flax's norm and then its Dense give, with the same parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ frameworks = pytest.mark.parametrize("framework", ["linen", "nnx"])
 
 
 def ours(framework, options):
-    """y of parameters, by name, and x."""
+    """Return the function of our module that computes y from parameters by name, and x."""
 
     def by_linen(parameters, x):
         return cunorm.flax.linen.LayerNormDense(OUT, **options).apply({"params": parameters}, x)
@@ -43,7 +43,7 @@ def filled(module, parameters):
 
 
 def flaxs(framework, options):
-    """The two modules one after the other; 1 + scale where it is zero-centred."""
+    """Return the function of Flax's two modules. They get 1 + scale where ours is zero-centred."""
     options = dict(options)
     norm = options.pop("normalization", "LayerNorm")
     centred = options.pop("zero_centered_gamma", False)
@@ -68,7 +68,7 @@ def flaxs(framework, options):
 
 
 def given(x_dtype="float32", dtype="float32", leading=(3, 5), **options):
-    """(parameters, x), of which none is what it would be left out."""
+    """Return (parameters, x). No parameter has the neutral value that it would have if it was left out."""
     random = numpy.random.default_rng(0)
     shapes = {"kernel": (IN, OUT), "bias": (OUT,), "scale": (IN,), "ln_bias": (IN,)}
     absent = {name for name in shapes if not options.get(f"use_{name}", True)}
@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-# Options are the same to both frameworks.
+# Both frameworks treat options alike, so most options are tested with linen only.
 CHOSEN = [
     pytest.param(framework, case, id=f"{framework}-{name}")
     for framework in ("linen", "nnx")
@@ -119,7 +119,7 @@ CHOSEN = [
 @on_devices
 @pytest.mark.parametrize(("framework", "case"), CHOSEN)
 def test_the_same_results_as_flax(device, framework, case):
-    """y and every gradient: in shapes and dtypes, in values to some roundings of the coarsest format."""
+    """y and every gradient have Flax's shapes and dtypes, and its values to some roundings of the coarsest format."""
     options = {"param_dtype": case.parameters, "dtype": case.dtype, **case.options}
     wide = "float64" in (case.x, case.parameters)
     transform = with_gradients if case.x != "int32" else lambda f: f
@@ -171,8 +171,8 @@ def test_initializers(framework):
         f"{name}_init": flax.linen.initializers.constant(value)
         for name, value in (("kernel", 2), ("bias", 3), ("scale", 4), ("ln_bias", 5))
     }
-    found = initial(framework, inits)
-    assert {name: float(p.ravel()[0]) for name, p in found.items()} == {
+    parameters = initial(framework, inits)
+    assert {name: float(p.ravel()[0]) for name, p in parameters.items()} == {
         "kernel": 2,
         "bias": 3,
         "scale": 4,
@@ -182,7 +182,7 @@ def test_initializers(framework):
 
 @pytest.mark.slow
 def test_partitioning():
-    """Flax's annotations of an initializer reach its parameter."""
+    """The annotations of an initializer reach its parameter."""
     linen = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "model"))
     variables = cunorm.flax.linen.LayerNormDense(OUT, kernel_init=linen).init(jax.random.key(0), jnp.ones((2, IN)))
     spec = flax.linen.get_partition_spec(variables)["params"]["kernel"]
@@ -198,7 +198,7 @@ def test_partitioning():
 
 
 def test_metadata_of_nnx():
-    """What nnx.Param is given besides the values, each its own."""
+    """Each nnx.Param gets its own metadata."""
     names = ("kernel", "bias", "scale", "ln_bias")
     metadata = {f"{name}_metadata": {"label": name} for name in names}
     module = cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0), **metadata)
@@ -207,7 +207,7 @@ def test_metadata_of_nnx():
 
 @frameworks
 def test_out_sharding(framework):
-    """Of y, over explicit axes: rows of x and columns of kernel over the same one."""
+    """y gets the sharding asked for where rows of x and columns of kernel are split over the same explicit axis."""
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:1], ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows, columns = (jax.sharding.PartitionSpec(*axes) for axes in (("model", None), (None, "model")))
     with jax.set_mesh(mesh):
@@ -232,11 +232,11 @@ def test_an_nnx_module_under_its_transformations():
     def gradients(module, x):
         return flax.nnx.grad(lambda module, x: jnp.sin(module(x)).sum())(module, x)
 
-    found = flax.nnx.to_pure_dict(gradients(module, x))
+    of_module = flax.nnx.to_pure_dict(gradients(module, x))
     parameters = flax.nnx.to_pure_dict(flax.nnx.state(module))
     expected = jax.grad(lambda p: jnp.sin(flaxs("nnx", {})(p, x)).sum())(parameters)
-    assert sorted(found) == sorted(expected)
-    for name, gradient in found.items():
+    assert sorted(of_module) == sorted(expected)
+    for name, gradient in of_module.items():
         numpy.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-4)
     graph, state = flax.nnx.split(module)
     numpy.testing.assert_array_equal(flax.nnx.merge(graph, state)(x), module(x))
@@ -245,7 +245,7 @@ def test_an_nnx_module_under_its_transformations():
 @pytest.mark.slow
 @frameworks
 def test_what_is_lowered_for_cuda(framework):
-    """One kernel forward; z is computed again backward unless it is kept; `precision` reaches the products."""
+    """Forward has one kernel, backward computes z again unless it is kept, and `precision` reaches the products."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     parameters, x = given(leading=(300,))
 
@@ -276,7 +276,7 @@ BAD_OPTIONS = [
 @frameworks
 @pytest.mark.parametrize(("what", "options", "error", "phrase"), BAD_OPTIONS, ids=[case[0] for case in BAD_OPTIONS])
 def test_bad_options(framework, what, options, error, phrase):
-    """When the module is made."""
+    """The error comes when the module is made."""
     options = dict(options)
     features = options.pop("features", OUT)
     sizes = (features,) if framework == "linen" else (IN, features)
@@ -308,7 +308,7 @@ def test_bad_calls(framework, what, options, x, error, phrase):
 
 
 def test_x_of_another_length():
-    """linen finds it in its parameters."""
+    """Our nnx module refuses such an x itself; linen finds it by the shapes of its parameters."""
     parameters, x = given()
     with pytest.raises(ValueError, match="LayerNormDense: the last axis of x must have the length 32 of a column"):
         ours("nnx", {})(parameters, x[..., 1:])

@@ -1,4 +1,4 @@
-"""The models of bench/flax_models.py, small: with Flax's norms and with ours each has one curve of losses."""
+"""The models of bench/flax_models.py, made small, have the same losses with Flax's norms and with ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 12
 
 @pytest.fixture(autouse=True)
 def quick_compilation():
-    """Compiling is nearly all of the time."""
+    """Let XLA optimise nothing, because compiling is nearly all of the time."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -38,7 +38,7 @@ def test_losses_lie_on_each_other(model, framework, dtype, room):
 
 
 def test_launches_of_a_program():
-    """What is inside a fusion is no launch; what stands in a graph of launches is."""
+    """An operation inside a fusion is no launch of its own; one in a command buffer is."""
     program = """
 HloModule step
 

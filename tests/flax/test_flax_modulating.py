@@ -1,4 +1,4 @@
-"""AdaLayerNorm of linen and nnx: what Flax's LayerNorm, Dense and arithmetic make of the same parameters."""
+"""AdaLayerNorm of linen and nnx gives what Flax's LayerNorm, Dense and arithmetic give, with the same parameters."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def by_hand(x, condition, parameters):
 @on_devices
 @frameworks
 def test_values_and_gradients(device, framework):
-    """Of as many samples as tokens too: a vector is for a sample."""
+    """A vector is for a sample, also where there are as many samples as tokens."""
     x, condition, parameters = given(device)
     for some in (x, x[:, :BATCH], x[:, None]):
-        found, expected = (
+        result, expected = (
             jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2)))(some, condition, parameters)
             for f in (lambda *a: applied(framework, *a), by_hand if some.ndim == 3 else by_hand_of_two_axes)
         )
-        close(found, expected, atol=1e-4)
+        close(result, expected, atol=1e-4)
 
 
 def by_hand_of_two_axes(x, condition, parameters):
@@ -74,7 +74,7 @@ def test_parameters_of_zero_leave_the_norm(framework):
     zeros = {"kernel_init": jax.nn.initializers.zeros, "param_dtype": jnp.bfloat16}
     if framework == "linen":
         y, variables = cunorm.flax.linen.AdaLayerNorm(**zeros).init_with_output(jax.random.key(0), x, condition)
-        dtypes = jax.tree.map(lambda one: str(one.dtype), variables["params"])
+        dtypes = jax.tree.map(lambda parameter: str(parameter.dtype), variables["params"])
         assert dtypes == {"linear": {"kernel": "bfloat16", "bias": "bfloat16"}}
     else:
         y = cunorm.flax.nnx.AdaLayerNorm(FEATURES, COLS, rngs=flax.nnx.Rngs(0), **zeros)(x, condition)

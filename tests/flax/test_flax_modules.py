@@ -1,4 +1,4 @@
-"""The Flax modules are Flax's own to whoever holds them, and Flax's own where no kernel does what they do."""
+"""The Flax modules can replace Flax's own, and compute by Flax's own code where no kernel does what they do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def assert_same(a, b):
-    """To the bit, in dtype and shape."""
+    """Check that two trees have the same bits, dtypes and shapes."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = numpy.asarray(x), numpy.asarray(y)
@@ -52,7 +52,7 @@ def assert_close(a, b):
         numpy.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * max(1.0, float(abs(y).max())))
 
 
-# What no kernel computes is computed by Flax's own module: (options, shape and dtype of x, arguments of the call).
+# Flax's own module computes what no kernel does: (options, shape and dtype of x, arguments of the call).
 
 FALLBACKS = {
     "mask": ({}, (3, 8), "float32", {"mask": numpy.arange(24).reshape(3, 8) % 5 > 0}),
@@ -114,7 +114,7 @@ def test_statistics_over_a_named_axis_are_flaxs_to_the_bit(kind):
 
 @norms
 def test_integers(norm):
-    """linen leaves them to Flax; nnx promotes them first."""
+    """linen leaves integers to Flax; nnx promotes them to floats first, so that a kernel runs."""
     x = jnp.arange(24).reshape(3, 8) ** 2
     for framework, covered in (("linen", 0), ("nnx", 1)):
         for options in ({}, {"dtype": "bfloat16", "use_fast_variance": False}):
@@ -131,7 +131,7 @@ def test_integers(norm):
 
 @norms
 def test_parameters_of_a_dtype_that_the_module_does_not_name(norm):
-    """A checkpoint's complex parameters in a module of float32 ones."""
+    """Flax computes the complex parameters of a checkpoint in a module whose parameters should be float32."""
     kind = Kind("linen", norm)
     parameters = {name: jnp.full(8, 1 + 2j) for name in kind.names}
     with kernel_calls(kind) as calls:
@@ -153,7 +153,7 @@ def test_an_nnx_module_reads_x_in_16_bits_where_flax_only_widens_it():
 @pytest.mark.slow
 @kinds
 def test_what_is_lowered_for_cuda(kind):
-    """One call of a kernel forward, and those of its gradients; none where Flax does it."""
+    """A program has one kernel forward, and those of the gradients. It has none where Flax computes."""
     pytest.importorskip("cupy", reason="kernels are compiled by CuPy")
     parameters, x = {name: jnp.ones(8) for name in kind.names}, jnp.ones((3, 8))
 
@@ -243,7 +243,7 @@ def test_linen_variables_go_both_ways(norm, name):
     assert_close(model("cunorm").apply(flaxs, x), model("flax").apply(ours, x))
     restored = flax.serialization.from_bytes(ours, flax.serialization.to_bytes(flaxs))
     assert_same(restored, ours)
-    model("cunorm").apply(restored, x)  # NumPy arrays
+    model("cunorm").apply(restored, x)  # restored has NumPy arrays
 
 
 @norms
@@ -279,8 +279,8 @@ def test_nnx_metadata_of_parameters(norm):
     assert [module.scale.get_metadata()["note"] for module in modules] == ["kept", "kept"]
 
 
-# Under the transformations of both frameworks: results and gradients as with Flax's modules. They do not see which norm
-# it is, so each framework has one.
+# Under the transformations of both frameworks, results and gradients are those of Flax's modules. They do not
+# see which norm it is, so each framework has one.
 
 
 def spread(parameter):
@@ -331,7 +331,7 @@ def test_linen_transformations(device, transformation):
 
 
 def stacked(norm):
-    """Three modules in one, with stacked parameters."""
+    """Return three modules in one, with stacked parameters."""
     return nnx.vmap(lambda rngs: norm(8, rngs=rngs), in_axes=0)(nnx.Rngs(0).split(3))
 
 

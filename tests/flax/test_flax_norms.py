@@ -1,4 +1,4 @@
-"""Values and gradients of the Flax modules: against float64, and against Flax's own modules on the same variables."""
+"""Values and gradients of the Flax modules, against float64 and against Flax's own modules with the same variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ table = pytest.mark.parametrize(("kind", "case"), cases())
 
 @functools.cache
 def results(who, device, kind, name):
-    """(y, gradients of the parameters, dx), and how often cunorm.jax's function was called for them."""
+    """Return ((y, gradients of the parameters, dx), number of calls of cunorm.jax's function)."""
     case = CASES[name]
     parameters, x, dy = case.arrays(kind)
     with case.context(), jax.default_device(jax.devices(device)[0]), kernel_calls(kind) as calls:
@@ -34,7 +34,7 @@ def name_of(case):
 
 
 def as_read(kind, case):
-    """(x, scale, bias) as the module computes with them: an nnx module rounds all of them to one dtype first."""
+    """Return (x, scale, bias) as the module computes with them: an nnx module first rounds all of them to one dtype."""
     parameters, x, _ = case.arrays(kind)
     given = [x, parameters.get("scale"), parameters.get("bias")]
     options = case.options_of(kind)
@@ -63,7 +63,7 @@ def test_y_and_gradients_against_float64(device, kind, case):
     y, dx = (numpy.asarray(a).reshape(dy.shape) for a in (y, dx))
     dscale, dbias = (None if a is None else numpy.asarray(a).ravel() for a in map(gradients.get, ("scale", "bias")))
     epsilon = case.options.get("epsilon", 1e-6)
-    # A float64 y is computed in float64.
+    # The module computes in float64 if y is float64.
     check_forward(kind.op, (y, None, None), x.astype(y.dtype) if y.dtype == "float64" else x, scale, bias, eps=epsilon)
     check_backward(kind.op, (dx, dscale, dbias), dy.astype(y.dtype), x, scale, eps=epsilon)
 
@@ -71,14 +71,14 @@ def test_y_and_gradients_against_float64(device, kind, case):
 @on_devices
 @table
 def test_the_same_results_as_flax(device, kind, case):
-    """In shapes and dtypes; in values to some roundings of the coarsest format that takes part, and of the largest."""
+    """Shapes and dtypes are the same. Values differ by some roundings of the largest, in the coarsest format used."""
     ours, flaxs = (jax.tree.leaves(results(who, device, kind, name_of(case))[0]) for who in ("cunorm", "flax"))
     formats = [flaxs[0].dtype, *(a.dtype for a in as_read(kind, case) if a is not None)]
     eps = max(float(jnp.finfo(dtype).eps) for dtype in formats)
     room = (64 if eps < 1e-6 else 8) * eps * case.offset
     for a, b in zip(ours, flaxs, strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
-        if case is not CASES["offset"] or kind.norm == "RMSNorm":  # Flax is wrong there: the next test
+        if case is not CASES["offset"] or kind.norm == "RMSNorm":  # Flax is wrong there, as the next test shows
             a, b = (numpy.asarray(array).astype(numpy.float64) for array in (a, b))
             numpy.testing.assert_allclose(a, b, rtol=0, atol=room * abs(b).max(initial=1.0))
 
@@ -86,7 +86,7 @@ def test_the_same_results_as_flax(device, kind, case):
 @on_devices
 @pytest.mark.parametrize("kind", [kind for kind in kinds.args[1] if kind.norm == "LayerNorm"], ids="-".join)
 def test_flax_is_wrong_where_x_is_far_from_zero(device, kind):
-    """E[x²] - E[x]²: so the case `offset` of the table can fail."""
+    """Flax's variance is E[x²] - E[x]². This shows that the case `offset` can fail."""
     case = CASES["offset"]
     (y, _, _), _ = results("flax", device, kind, "offset")
     with pytest.raises(AssertionError, match="elements are wrong"):

@@ -25,8 +25,8 @@ class Case(NamedTuple):
     columns: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     samples: tuple[str, ...] = ()  # a vector for each index of the first axis
-    heads: tuple[str, ...] = ()  # for each of the last but one
-    odd: tuple[str, ...] = ()  # for each of the first and the last but one: of no kind, where there is one between
+    heads: tuple[str, ...] = ()  # a vector for each index of the last axis but one
+    odd: tuple[str, ...] = ()  # a vector for each pair of these indices; with an axis between them it has no kind
     of_rows: tuple[str, ...] = ()  # a number for each row
     of_samples: tuple[str, ...] = ()  # a number for each index of the first axis
 
@@ -52,7 +52,7 @@ CASES = {
         ("residual",),
         ("weight",),
     ),
-    # Column and number before and after, s made again in the backward pass.
+    # A column and a number stand before the norm and after it; the backward pass computes s again.
     "gate": Case(
         cunorm.fuse(
             "rms_norm",
@@ -69,7 +69,7 @@ CASES = {
         ("scale",),
         ("shift",),
     ),
-    # An operand of both, and results that depend on x and operands in no linear way.
+    # Prologue and epilogue share operands, and neither is linear.
     "both": Case(
         cunorm.fuse(
             "layer_norm",
@@ -80,7 +80,7 @@ CASES = {
         ("residual",),
         ("gate",),
     ),
-    # Infinite or NaN where a kernel finds zeros beside a row.
+    # The zeros beside a row in a kernel give infinities or NaN here.
     "poles": Case(
         cunorm.fuse(
             "layer_norm",
@@ -90,7 +90,7 @@ CASES = {
         ("residual", "z"),
         ("divisor", "weight"),
     ),
-    # Vectors for samples, before and after, and one for all rows; s made again, or read.
+    # Vectors for samples stand before the norm and after it, beside one for all rows. The backward pass reads s.
     "samples": Case(
         cunorm.fuse(
             "layer_norm",
@@ -119,14 +119,14 @@ CASES = {
     "heads": Case(
         cunorm.fuse("rms_norm", epilogue=lambda xhat, z, weight: xhat * weight * silu(z)), ("z",), heads=("weight",)
     ),
-    # Two sorts of groups: kernels have one, and the other is expanded.
+    # There are two sorts of groups. A kernel takes one of them, and the other is expanded.
     "heads and samples": Case(
         cunorm.fuse("rms_norm", epilogue=lambda xhat, weight, scale, w: xhat * weight * (1 + scale) * w),
         samples=("scale",),
         heads=("weight",),
         odd=("w",),
     ),
-    # Numbers for rows and for samples, before and after, on both sides; and with s made again.
+    # Numbers for rows and for samples stand before the norm, after it, and on both sides.
     "numbers of rows": Case(
         cunorm.fuse(
             "layer_norm",
@@ -158,7 +158,7 @@ CASES = {
         of_rows=("route",),
     ),
     "norm alone": Case(cunorm.fuse("rms_norm")),
-    # A residual stream of float32 beside 16-bit layers; and, of float64, one narrower than x.
+    # The residual stream is float32 beside 16-bit layers. Where x is float64 it is narrower than x.
     "stream": Case(
         cunorm.fuse(
             "rms_norm",
@@ -188,13 +188,15 @@ CASES = {
 
 
 class Made(NamedTuple):
+    """The arrays of a call, in NumPy."""
+
     x: Any
     operands: dict[str, Any]
     gradients: tuple[Any, ...]
 
 
 def make(case: Case, shape: tuple[int, ...], dtype: str, dtypes: dict[str, str] | None = None) -> Made:
-    """Positive numbers of about 1 as x and operands, and gradients of the results."""
+    """Return positive numbers of about 1 as x and operands, and random gradients of the results."""
     random = numpy.random.default_rng(0)
     dtypes = dtypes or {}
 
@@ -211,7 +213,7 @@ def make(case: Case, shape: tuple[int, ...], dtype: str, dtypes: dict[str, str] 
     vectors = dict.fromkeys(case.samples, (shape[0], *ones, shape[-1])) | dict.fromkeys(case.heads, shape[-2:])
     vectors |= dict.fromkeys(case.odd, (*shape[:-2][:1], *ones[:-1], *shape[-2:]))
     vectors |= dict.fromkeys(case.of_rows, (*shape[:-1], 1)) | dict.fromkeys(case.of_samples, (shape[0], *ones, 1))
-    operands |= {name: array(name, of, positive(of)) for name, of in vectors.items()}
+    operands |= {name: array(name, vector_shape, positive(vector_shape)) for name, vector_shape in vectors.items()}
     operands |= {name: 0.75 + 0.5 * place for place, name in enumerate(case.numbers)}
     gradients = (array(f"d{name}", shape, random.standard_normal(shape)) for name in case.op.operation.returns)
     return Made(x, operands, tuple(gradients))
@@ -222,9 +224,9 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def expected(op: Fused, made: Made, eps: float = EPS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results and gradients by torch's autograd, in float64 but for the rounding of s."""
+    """Return the results and gradients that torch's autograd gives in float64, with s rounded."""
     operation = op.operation
-    leaves = {name: tensor(one).requires_grad_() for name, one in {"x": made.x, **made.operands}.items()}
+    leaves = {name: tensor(value).requires_grad_() for name, value in {"x": made.x, **made.operands}.items()}
     s = leaves["x"]
     if operation.prologue:
         exact = evaluate(operation.prologue, leaves, torch)
@@ -239,12 +241,12 @@ def expected(op: Fused, made: Made, eps: float = EPS) -> tuple[dict[str, Any], d
         if gradient is not None
     )
     gradients = torch.autograd.grad(total, list(leaves.values()))
-    found = {name: one.numpy() for name, one in zip(leaves, gradients, strict=True)}
-    return {name: one.detach().numpy() for name, one in results.items()}, found
+    gradients_by_name = {name: gradient.numpy() for name, gradient in zip(leaves, gradients, strict=True)}
+    return {name: result.detach().numpy() for name, result in results.items()}, gradients_by_name
 
 
 def close(name: str, actual: Any, exact: numpy.ndarray, arithmetic: str) -> None:
-    """Within what a hundred roundings of the arithmetic cost, and one of the result's own dtype."""
+    """Check that the error is at most what a hundred roundings of the arithmetic and one of the result's dtype cost."""
     actual = on_host(actual)
     assert actual.shape == exact.shape, name
     unit = 2.0 ** -FORMATS[arithmetic][0]
@@ -256,26 +258,26 @@ def close(name: str, actual: Any, exact: numpy.ndarray, arithmetic: str) -> None
 def check(
     case: Case, made: Made, as_array: Any = numpy.asarray, wanted: tuple[str, ...] = (), sm_margin: int = 0
 ) -> None:
-    """Everything that the operation returns, and the gradients `wanted`, against torch's."""
+    """Check all results of the operation and the gradients `wanted` against torch's."""
 
-    def moved(one: Any) -> Any:
-        return as_array(one) if hasattr(one, "dtype") else one
+    def moved(value: Any) -> Any:
+        return as_array(value) if hasattr(value, "dtype") else value
 
     op = case.op
-    x, operands = moved(made.x), {name: moved(one) for name, one in made.operands.items()}
+    x, operands = moved(made.x), {name: moved(operand) for name, operand in made.operands.items()}
     row_dtype = op.s_dtype or made.x.dtype.name
     arithmetic = "float64" if row_dtype == "float64" else "float32"
     exact, exact_gradients = expected(op, made)
     returned, saved = op.forward(x, eps=EPS, sm_margin=sm_margin, **operands)
     alone = op(x, eps=EPS, **operands)
     results = returned if len(op.operation.returns) > 1 else (returned,)
-    for name, one, again in zip(op.operation.returns, results, alone if len(results) > 1 else (alone,), strict=True):
-        assert one.dtype.name == ((op.dtype if name == "y" else op.s_dtype) or made.x.dtype.name)
-        close(name, one, exact[name], arithmetic)
-        assert same_bits(on_host(one), on_host(again)), "statistics change nothing"
+    for name, result, again in zip(op.operation.returns, results, alone if len(results) > 1 else (alone,), strict=True):
+        assert result.dtype.name == ((op.dtype if name == "y" else op.s_dtype) or made.x.dtype.name)
+        close(name, result, exact[name], arithmetic)
+        assert same_bits(on_host(result), on_host(again)), "statistics change nothing"
     gradients = op.backward(saved, *map(moved, made.gradients), wanted=wanted, sm_margin=sm_margin)
     assert list(gradients) == list(wanted or ("x", *op.operation.operands))
     for name, gradient in gradients.items():
-        of = {"x": made.x, **made.operands}[name]
-        assert gradient.dtype == (of.dtype if hasattr(of, "dtype") else arithmetic)
+        value = {"x": made.x, **made.operands}[name]
+        assert gradient.dtype == (value.dtype if hasattr(value, "dtype") else arithmetic)
         close(f"d{name}", gradient, exact_gradients[name].reshape(gradient.shape), arithmetic)

@@ -1,4 +1,4 @@
-"""Dropout in the adding functions: the same elements of a seed everywhere, and again in the backward pass."""
+"""Dropout in the adding functions: a seed drops the same elements everywhere, also in the backward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEEDS = (numpy.array([7]), numpy.array(-(2**40) + 3), numpy.array([9, 2**31 + 1]
 P = 0.25
 
 
-# By Random123's known answers: kat_vectors, philox4x32 10.
+# These are known answers of Random123, from its file kat_vectors, philox4x32 10.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -47,22 +47,25 @@ def test_words_are_those_of_philox(counter, key, words):
 
 
 def test_numbers_follow_from_seed_row_and_column():
-    """Whatever the shape; and they are uniform, without a pattern by rows or columns."""
+    """The shape does not matter. The numbers are uniform, without a pattern along rows or columns."""
     seed = numpy.int64(3)
     whole = uniform(seed, (500, 400), numpy)
     assert (whole[:20, :33] == uniform(seed, (2, 10, 33), numpy).reshape(20, 33)).all()
     assert 0 <= whole.min() < 1e-4
     assert 1 - 1e-4 < whole.max() < 1
-    for of in (whole, uniform(numpy.int64(4), (500, 400), numpy)):
+    other = uniform(numpy.int64(4), (500, 400), numpy)
+    for numbers in (whole, other):
         for axes, count in (((), 1), ((0,), 500), ((1,), 400), ((0, 1), 200000)):
             allowed = 5 * (1 / 12 / count) ** 0.5 if axes else 1
-            assert abs(of.mean(axes) - 0.5 if axes else of - 0.5).max() < allowed
-        neighbours = [
-            numpy.corrcoef(of[:, :-step].ravel(), of[:, step:].ravel())[0, 1] for step in range(1, COLUMNS + 1)
-        ]
-        neighbours.append(numpy.corrcoef(of[:-1].ravel(), of[1:].ravel())[0, 1])
+            assert abs(numbers.mean(axes) - 0.5 if axes else numbers - 0.5).max() < allowed
+        neighbours = [correlation(numbers[:, :-step], numbers[:, step:]) for step in range(1, COLUMNS + 1)]
+        neighbours.append(correlation(numbers[:-1], numbers[1:]))
         assert max(map(abs, neighbours)) < 0.015
-    assert abs(numpy.corrcoef(whole.ravel(), uniform(numpy.int64(4), (500, 400), numpy).ravel())[0, 1]) < 0.015
+    assert abs(correlation(whole, other)) < 0.015
+
+
+def correlation(a: numpy.ndarray, b: numpy.ndarray) -> float:
+    return numpy.corrcoef(a.ravel(), b.ravel())[0, 1]
 
 
 class Run(NamedTuple):
@@ -90,20 +93,20 @@ RUNS = {
 
 
 def check_drops(function: str, x: Any, seed: Any, expected: numpy.ndarray) -> None:
-    """What forward and backward passes drop: where s and dx are 0, of x and ds of ones."""
+    """Check which elements both passes drop: x and ds are ones, so s and dx are 0 exactly there."""
     zeros = x * 0
     op = getattr(cunorm, function)
     (_, s), saved = op.forward(x, zeros, dropout_p=P, seed=seed)
     gradients = op.backward(saved, None, x)
-    assert list(gradients) == ["x", "residual"], "the seed and the numbers of dropout have none"
-    assert same_bits(on_host(gradients["residual"]), on_host(x)), "dresidual: nothing comes through the norm"
-    for name, one in (("s", s), ("dx", gradients["x"])):
-        wrong = ((on_host(one) == 0) != expected).sum()
+    assert list(gradients) == ["x", "residual"], "the seed and the numbers of dropout have no gradient"
+    assert same_bits(on_host(gradients["residual"]), on_host(x)), "dy is None, so dresidual is ds"
+    for name, array in (("s", s), ("dx", gradients["x"])):
+        wrong = ((on_host(array) == 0) != expected).sum()
         assert not wrong, f"{name}: {wrong} elements are dropped that are not, or the other way round"
 
 
 def check_run(run: Run, function: str) -> None:
-    """On the stand-in, which plays."""
+    """Check what a run drops on the stand-in, which the caller has started."""
     x = narrow(numpy.ones(run.shape), run.dtype)
     expected = uniform(run.seed.reshape(-1).view("int64")[0], run.shape, numpy) < P
     assert 0.1 < expected.mean() < 0.4
@@ -146,24 +149,10 @@ def test_every_tier_on_a_gpu(cols, dtype):
     check_drops("add_rms_norm", x, cupy.asarray(SEEDS[0]), expected)
 
 
-def with_dropout(norm: str) -> Case:
-    """An operation of cunorm.fuse that drops, for the checks of those."""
-    return Case(
-        cunorm.fuse(
-            norm,
-            prologue=lambda x, residual, seed: residual + cunorm.expression.where(seed < 0.5, 0, x * 2),
-            epilogue=lambda xhat, weight: xhat * weight,
-            returns=("y", "s"),
-        ),
-        ("residual",),
-        ("weight",),
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_results_and_gradients_are_those_of_a_mask(xp, norm, dtype):
-    """Of the norm of x times a mask, with a scale that is exact."""
+    """The mask multiplies x by 0 or 2, so the scale is exact."""
     mask = 2 * (uniform(SEEDS[0][0], (5, 129), numpy) >= 0.5)
     masked = Case(
         cunorm.fuse(
@@ -177,34 +166,39 @@ def test_results_and_gradients_are_those_of_a_mask(xp, norm, dtype):
     )
     made = make(masked, (5, 129), dtype)
     operands = made.operands | {"mask": narrow(mask.astype(float), dtype)}
-    x, *gradients = (xp.asarray(one) for one in (made.x, *made.gradients))
-    given = {name: xp.asarray(one) for name, one in operands.items()}
-    named = {name: one for name, one in given.items() if name != "mask"}
+    x, *gradients = (xp.asarray(array) for array in (made.x, *made.gradients))
+    given = {name: xp.asarray(operand) for name, operand in operands.items()}
+    named = {name: operand for name, operand in given.items() if name != "mask"}
     results, saved = masked.op.forward(x, **given)
     expected = masked.op.backward(saved, *gradients, wanted=["x", "residual", "weight"])
     options = {"dropout_p": 0.5, "seed": xp.asarray(SEEDS[0])}
     of_name = getattr(cunorm, f"add_{norm}")
     (y, s), of_call = of_name.forward(x, **named, **options)
-    for found, one in zip((y, s), results, strict=True):
-        assert same_bits(on_host(found), on_host(one))
-    found = of_name.backward(of_call, *gradients)
-    assert found.keys() == {"x", "residual", "weight"}
-    for name, one in found.items():
-        close(name, one, widen(on_host(expected[name])).astype(float), "float32" if dtype != "float64" else dtype)
-    op = with_dropout(norm).op
+    for result, expected_result in zip((y, s), results, strict=True):
+        assert same_bits(on_host(result), on_host(expected_result))
+    gradients_of_name = of_name.backward(of_call, *gradients)
+    assert gradients_of_name.keys() == {"x", "residual", "weight"}
+    for name, gradient in gradients_of_name.items():
+        close(name, gradient, widen(on_host(expected[name])).astype(float), "float32" if dtype != "float64" else dtype)
+    op = cunorm.fuse(
+        norm,
+        prologue=lambda x, residual, seed: residual + cunorm.expression.where(seed < 0.5, 0, x * 2),
+        epilogue=lambda xhat, weight: xhat * weight,
+        returns=("y", "s"),
+    )
     again, saved = op.forward(x, **named, seed=options["seed"])
-    for one, other in zip(again, results, strict=True):
-        assert same_bits(on_host(one), on_host(other))
+    for result, expected_result in zip(again, results, strict=True):
+        assert same_bits(on_host(result), on_host(expected_result))
     of_op = op.backward(saved, *gradients, wanted=["x", "weight"])
-    assert same_bits(on_host(of_op["x"]), on_host(found["x"]))
+    assert same_bits(on_host(of_op["x"]), on_host(gradients_of_name["x"]))
 
 
 def test_nothing_is_dropped_where_dropout_is_off(xp):
     x = xp.asarray(numpy.linspace(-1, 1, 12).reshape(3, 4))
     expected = cunorm.add_rms_norm(x, x)
     for options in ({"dropout_p": 0.0}, {"dropout_p": 0, "seed": xp.asarray(SEEDS[0])}):
-        for one, other in zip(cunorm.add_rms_norm(x, x, **options), expected, strict=True):
-            assert same_bits(on_host(one), on_host(other))
+        for result, expected_result in zip(cunorm.add_rms_norm(x, x, **options), expected, strict=True):
+            assert same_bits(on_host(result), on_host(expected_result))
     (y, s), saved = cunorm.add_rms_norm.forward(x, x)
     gradients = cunorm.add_rms_norm.backward(saved, y, s)
     assert gradients["x"] is gradients["residual"], "equal gradients are one array"
@@ -235,7 +229,7 @@ REFUSED = [
 @pytest.mark.parametrize(("error", "message", "options"), REFUSED, ids=[message for _, message, _ in REFUSED])
 def test_refusals(xp, error, message, options):
     x = xp.ones((3, 4), "float32")
-    given = {name: xp.asarray(one) if isinstance(one, numpy.ndarray) else one for name, one in options.items()}
+    given = {name: xp.asarray(value) if isinstance(value, numpy.ndarray) else value for name, value in options.items()}
     calls = (
         lambda: cunorm.add_layer_norm(x, x, **given),
         lambda: cunorm.add_rms_norm.forward(x, x, **given),
@@ -250,7 +244,7 @@ def test_refusals(xp, error, message, options):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_no_kernel_spills(arch):
-    """A third of those that the compile matrix has."""
+    """The compile matrix has three times as many of these kernels."""
     operations = {added(norm, dropout=True) for norm in ("layer_norm", "rms_norm")}
     problems = [problem for problem in matrix.named_fusions() if problem.operation in operations]
     for spec in matrix.kernels_of(problems, KNOWN[arch])[::3]:
@@ -265,7 +259,7 @@ ODD += [("bfloat16", 300000)]
 @needs_nvrtc
 @pytest.mark.parametrize(("dtype", "cols"), ODD)
 def test_no_kernel_of_odd_rows_spills(dtype, cols):
-    """Nor of vectors of fewer than eight columns, nor streamed."""
+    """The table has odd row lengths, vectors of fewer than eight columns, and streamed rows."""
     operation, compute = added("layer_norm", dropout=True), compute_dtype(dtype)
     names = ("x", "y", "s", "dy", "ds", "residual", "weight", "bias")
     dtypes = dict.fromkeys(names, dtype) | {"seed": "int64", "dropped": compute, "factor": compute}

@@ -1,4 +1,4 @@
-"""Fused operations with FP8 output: the bytes of the same operation's float32 y, and s as it is without them."""
+"""Fused operations with FP8 output: the bytes are those of the operation's float32 y, and s is as without FP8."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from cunorm.kernel.device import Device
 
 
 class Case(NamedTuple):
-    """`run(x, *operands, granularity=, dtype=, y_scale=)` is (bytes, scale, y, s), s last if there is one; `plain` with
-    dtype= is what it is without 8 bits.
+    """An operation with FP8 output, and the same without.
+
+    `run(x, *operands, granularity=, dtype=, y_scale=)` returns (bytes, scale, y), and s last if the operation has one.
     """
 
     run: Callable[..., tuple]
     plain: Callable[..., Any]
     operands: tuple[str, ...]  # the kind of each: "full", "column", "sample", "row", "number"
-    bounded: bool = True  # a scale for all is known beforehand
+    bounded: bool = True  # one scale for the whole tensor is known beforehand
 
 
 def of_object(make: Callable[..., Fused], *names: str, kinds: tuple[str, ...]) -> Case:
+    """Return the case of an operation of cunorm.fuse."""
     op, wide = make(), make(dtype="float32")
 
     def run(x: Any, *operands: Any, **options: Any) -> tuple:
@@ -44,7 +46,7 @@ def of_object(make: Callable[..., Fused], *names: str, kinds: tuple[str, ...]) -
 
 
 def gate(**options: Any) -> Fused:
-    """A prologue with s that is not returned, and an epilogue that takes a matrix and a number."""
+    """Make an operation whose s is not returned, and whose epilogue takes a matrix and a number."""
     return cunorm.fuse(
         "rms_norm",
         prologue=lambda x, residual: x + residual,
@@ -71,7 +73,7 @@ CASES = {
 
 
 def arguments(case: Case, shape: tuple[int, ...], dtype: str, as_array: Any) -> list[Any]:
-    """x and the operands."""
+    """Return x and the operands, at random."""
     random = numpy.random.default_rng(0)
     shapes = {"full": shape, "column": shape[-1:], "sample": (shape[0], *(1,) * (len(shape) - 2), shape[-1])}
     shapes["row"] = (*shape[:-1], 1)
@@ -86,16 +88,16 @@ def check_case(
 ) -> None:
     given = arguments(case, shape, dtype, as_array)
     scale = None if granularity != "tensor" or case.bounded else 0.01
-    found, scales, y, *s = case.run(*given, granularity=granularity, dtype=name, y_scale=scale)
+    y_bytes, scales, y, *s = case.run(*given, granularity=granularity, dtype=name, y_scale=scale)
     wide, alone = case.plain(*given, dtype="float32"), case.plain(*given)
     if s:
         (wide, _), (alone, s_alone) = wide, alone
         assert same_bits(on_host(s[0]), on_host(s_alone))
         assert same_bits(on_host(s[0]), on_host(given[0] + given[1])), "s is the sum"
     cols = shape[-1]
-    check(on_host(wide).reshape(-1, cols), on_host(found).reshape(-1, cols), scales, granularity, name)
-    assert same_bits(on_host(y), on_host(alone)), "y is as it is without 8 bits"
-    assert found.shape == shape
+    check(on_host(wide).reshape(-1, cols), on_host(y_bytes).reshape(-1, cols), scales, granularity, name)
+    assert same_bits(on_host(y), on_host(alone)), "y is as it is without FP8"
+    assert y_bytes.shape == shape
     assert scales.shape == {"row": shape[:-1], "tensor": (), 128: (*shape[:-1], -(-cols // 128))}[granularity]
 
 
@@ -177,23 +179,23 @@ def test_sanitizers_find_nothing(monkeypatch, case, shape, granularity, build):
 @pytest.mark.parametrize("s_dtype", [None, "float32"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_of_the_sum_as_of_the_norm(xp, norm, s_dtype, granularity):
-    """The same bits as of one after the other, with 1 + weight and the scale that is known beforehand."""
+    """The fused call has the bits of the sum and of its norm, with 1 + weight and a scale known beforehand."""
     x, residual, weight = arguments(CASES["add_rms_norm"], (7, 1000), "float16", xp.asarray)
     if s_dtype:
         residual = residual.astype(s_dtype)
     options = {"granularity": granularity, "zero_centered_gamma": True}
-    found, scale, s = getattr(cunorm, f"add_{norm}").fp8(x, residual, weight, s_dtype=s_dtype, **options)
+    y_bytes, scale, s = getattr(cunorm, f"add_{norm}").fp8(x, residual, weight, s_dtype=s_dtype, **options)
     assert same_bits(on_host(s), on_host(x + residual))
     expected = getattr(cunorm, f"{norm}_fp8")(s, None, weight, **options)
-    assert all(same_bits(on_host(a), on_host(b)) for a, b in zip((found, scale), expected, strict=True))
+    assert all(same_bits(on_host(a), on_host(b)) for a, b in zip((y_bytes, scale), expected, strict=True))
 
 
 def test_results_are_in_the_order_of_returns():
     x = numpy.ones((2, 8), "float32")
     op = cunorm.fuse("rms_norm", prologue=lambda x, residual: x + residual, returns=("s", "y"))
-    s, found, scale = op.fp8(x, residual=x)
-    assert (s.dtype, found.dtype, scale.shape) == (x.dtype, numpy.uint8, (2,))
-    assert [one.dtype.name for one in op.fp8_forward(x, residual=x)] == ["float32", "uint8", "float32", "float32"]
+    s, y_bytes, scale = op.fp8(x, residual=x)
+    assert (s.dtype, y_bytes.dtype, scale.shape) == (x.dtype, numpy.uint8, (2,))
+    assert [array.dtype.name for array in op.fp8_forward(x, residual=x)] == ["float32", "uint8", "float32", "float32"]
     assert len(cunorm.fuse("rms_norm").fp8(x)) == 2
 
 

@@ -1,4 +1,4 @@
-"""sm_margin of fused operations: so many multiprocessors are left to others, and results are the same."""
+"""sm_margin of fused operations: a launch leaves so many multiprocessors to others, and results are the same."""
 
 from __future__ import annotations
 
@@ -38,16 +38,20 @@ def test_every_function_takes_it():
 
 
 def calls(name, xp, **options):
-    """(results and statistics, gradients) of a function, of operands like x or vectors."""
+    """Return (results and statistics, gradients) of a function, called with x as matrices and with vectors of ones."""
     x = xp(numpy.linspace(-1, 1, 600 * 64, dtype="float32").reshape(600, 64))
     signature = inspect.signature(getattr(cunorm, name)).parameters
-    operands = [one for one in list(signature)[1:] if signature[one].kind is not inspect.Parameter.KEYWORD_ONLY][:-1]
-    given = {one: x if one in ("residual", "z") else xp(numpy.ones((1, 64), "float32")) for one in operands}
-    given |= {one: xp(numpy.ones(64, "float32")) for one in operands if one in ("weight", "bias", "second_weight")}
+    positional = [name for name in signature if signature[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    shapes = dict.fromkeys(("weight", "bias", "second_weight"), (64,))
+    given = {
+        name: x if name in ("residual", "z") else xp(numpy.ones(shapes.get(name, (1, 64)), "float32"))
+        for name in positional[1:-1]  # without x and eps
+    }
     results, saved = getattr(cunorm, name).forward(x, **given, **options)
     results = results if isinstance(results, tuple) else (results,)
     gradients = getattr(cunorm, name).backward(saved, *[x for _ in results], **options)
-    return (*results, *(one for one in saved.statistics.values() if one is not None)), list(gradients.values())
+    statistics = [statistic for statistic in saved.statistics.values() if statistic is not None]
+    return (*results, *statistics), list(gradients.values())
 
 
 @needs_machine
@@ -66,16 +70,16 @@ def test_launches_leave_multiprocessors_and_give_the_same(monkeypatch, name):
         )
         for part in (runs.plans[:half], runs.plans[half:])
     )
-    # A CTA has rows of one sample, and there is one here.
+    # A CTA has rows of one sample only, and there is only one sample here.
     assert few <= MANY_SMS.sms - 37 < many or "modulate" in name
-    for one, other in zip(results, plain[0], strict=True):
-        assert same_bits(on_host(one), on_host(other))
-    for one, other in zip(gradients, plain[1], strict=True):
-        numpy.testing.assert_allclose(on_host(one), on_host(other), rtol=1e-4, atol=1e-4)
+    for result, plain_result in zip(results, plain[0], strict=True):
+        assert same_bits(on_host(result), on_host(plain_result))
+    for gradient, plain_gradient in zip(gradients, plain[1], strict=True):
+        numpy.testing.assert_allclose(on_host(gradient), on_host(plain_gradient), rtol=1e-4, atol=1e-4)
 
 
-# (rows, cols, GPU of the stand-in, which gradients): what adds up rows, or partial rows, has several blocks of columns
-# to a CTA.
+# (rows, cols, GPU of the stand-in, which gradients): a CTA that adds up rows, or partial rows, takes several blocks of
+# columns.
 IN_TURNS = {
     "partial rows of a warp": (900, 264, MANY_SMS, (True, True, True)),
     "partial rows of several warps": (300, 1536, MANY_SMS, (True, True, True)),
@@ -91,31 +95,31 @@ IN_TURNS = {
 def test_sums_over_rows_by_few_multiprocessors(monkeypatch, name, dtype):
     rows, cols, device, mask = IN_TURNS[name]
     runs = cpu_cupy.play(monkeypatch, device)
-    x, dy, weight, _ = (cpu_cupy.asarray(one) for one in inputs(numpy, rows, cols, dtype))
+    x, dy, weight, _ = (cpu_cupy.asarray(array) for array in inputs(numpy, rows, cols, dtype))
     _, mean, rstd = cunorm.layer_norm_forward(x, None, weight)
     runs.plans.clear()
     margin = device.sms - 2
     gradients = cunorm.layer_norm_backward(dy, x, mean, rstd, weight, output_mask=mask, sm_margin=margin)
-    found = [None if one is None else one.get() for one in gradients]
-    check_backward("layer_norm", found, dy.get(), x.get(), weight.get())
+    on_the_host = [None if gradient is None else gradient.get() for gradient in gradients]
+    check_backward("layer_norm", on_the_host, dy.get(), x.get(), weight.get())
     assert any(getattr(step.spec, "several_blocks", False) for step in runs.plans[0].steps), runs.plans[0].describe()
 
 
 @needs_machine
 def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
-    """Of shift and scale for six samples, several partial rows each, in turns: the bits that they have at once."""
+    """The gradients of shift and scale have the same bits whether a CTA takes one block of columns or several."""
     runs = cpu_cupy.play(monkeypatch, MANY_SMS)
     x = cpu_cupy.asarray(numpy.random.default_rng(0).standard_normal((6, 90, 264)).astype("float32"))
     vectors = cpu_cupy.asarray(numpy.ones((6, 1, 264), "float32"))
     _, saved = cunorm.layer_norm_modulate.forward(x, vectors, vectors)
-    found = []
+    gradients = []
     for margin in (0, 24):
         with monkeypatch.context() as patch:
             patch.setattr(launches, "_ctas_of_group", lambda *_: 2)
-            found.append(cunorm.layer_norm_modulate.backward(saved, x, sm_margin=margin).values())
+            gradients.append(cunorm.layer_norm_modulate.backward(saved, x, sm_margin=margin).values())
     assert [step.spec.several_blocks for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
-    for one, other in zip(*found, strict=True):
-        assert same_bits(on_host(one), on_host(other))
+    for gradient, other_gradient in zip(*gradients, strict=True):
+        assert same_bits(on_host(gradient), on_host(other_gradient))
 
 
 @pytest.mark.slow
@@ -194,9 +198,9 @@ def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
         call().sum().backward()
         with torch.no_grad():
             call()
-        found = [plan.problem.sm_margin for plan in stand_in.plans]
-        assert found == [1] + [2] * backward_launches + [3]
-    # By the operators.
+        margins_of_launches = [plan.problem.sm_margin for plan in stand_in.plans]
+        assert margins_of_launches == [1] + [2] * backward_launches + [3]
+    # The operators get the margins of both passes.
     seen = []
     original = dispatch.operators.Norm.apply
     monkeypatch.setattr(

@@ -47,29 +47,18 @@ def test_every_tier_on_a_gpu(name, shape, dtype):
     import cupy
 
     case = CASES[name]
-    # The reference rounds s of float64, a kernel s of float32: of functions a few of many values then go to the
-    # neighbour, 12 of 3 x 65537 in float16, and y shows it. The other cases are exact there and keep their 16 bits.
+    # The reference computes s in float64 and a kernel in float32, before they round it. Where s takes functions, a few
+    # values are then rounded to the neighbour, and y shows it. In the other cases s is exact, so they keep 16 bits.
     dtype = "float32" if name in ("both", "poles") else dtype
-    # A number's gradient is a sum over all of x, of 240,000 terms of about 1 and either sign: on its way to a small
-    # result it is as large as the root of their number, and float32 rounds it there. Smaller shapes show that it is
-    # right.
-    wanted = (
-        ()
-        if shape != (3, 2, 40000)
-        else tuple(one for one in ("x", *case.op.operation.operands) if one not in case.numbers)
-    )
+    # The gradient of a number is a sum over all of x. With 240,000 terms of either sign it may be small, while float32
+    # rounds its large partial sums. Smaller shapes show that it is right.
+    wanted = ()
+    if shape == (3, 2, 40000):
+        wanted = tuple(name for name in ("x", *case.op.operation.operands) if name not in case.numbers)
     check(case, make(case, shape, dtype), cupy.asarray, wanted)
 
 
 # The bits of a sum and a norm.
-
-
-def add_norm_and_separate(norm: str, x: Any, residual: Any, weight: Any) -> None:
-    fused = getattr(cunorm, f"add_{norm}")
-    y, s = fused(x, residual, weight)
-    total = x + residual
-    assert same_bits(on_host(s), on_host(total))
-    assert same_bits(on_host(y), on_host(getattr(cunorm, norm)(total, None, weight)))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -77,7 +66,10 @@ def add_norm_and_separate(norm: str, x: Any, residual: Any, weight: Any) -> None
 def test_add_and_norm_has_the_bits_of_the_two_calls(xp, norm, dtype):
     made = make(CASES["add_rms_norm"], (37, 1000), dtype)
     x, residual, weight = map(xp.asarray, (made.x, made.operands["residual"], made.operands["weight"]))
-    add_norm_and_separate(norm, x, residual, weight)
+    y, s = getattr(cunorm, f"add_{norm}")(x, residual, weight)
+    total = x + residual
+    assert same_bits(on_host(s), on_host(total))
+    assert same_bits(on_host(y), on_host(getattr(cunorm, norm)(total, None, weight)))
 
 
 # The named operations.
@@ -86,6 +78,7 @@ def test_add_and_norm_has_the_bits_of_the_two_calls(xp, norm, dtype):
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_named_operations_are_those_of_fuse(xp, norm, zero_centered_gamma):
+    """A named function gives what the same operation of cunorm.fuse gives; `in_order` sorts y and s by its returns."""
     named = CASES[f"add_{norm}"]
     made = make(named, (3, 7), "float32")
     x, residual = xp.asarray(made.x), xp.asarray(made.operands["residual"])
@@ -100,16 +93,16 @@ def test_named_operations_are_those_of_fuse(xp, norm, zero_centered_gamma):
     by_name = dict(zip(named.op.operation.returns, results, strict=True))
     assert abs(on_host(y - by_name["y"])).max() < 1e-5
     assert same_bits(on_host(s), on_host(by_name["s"]))
-    dy, ds = (xp.asarray(one) for one in made.gradients)
+    dy, ds = (xp.asarray(gradient) for gradient in made.gradients)
     in_order = {"y": dy, "s": ds}
     gradients = named.op.backward(saved, *(in_order[name] for name in named.op.operation.returns))
-    found = of_name.backward(of_call, dy, ds)
-    assert found.keys() == {"x", "residual", *named.columns}
-    for name, one in found.items():
-        assert abs(on_host(one - gradients[name])).max() < 1e-4, name
+    gradients_of_name = of_name.backward(of_call, dy, ds)
+    assert gradients_of_name.keys() == {"x", "residual", *named.columns}
+    for name, gradient in gradients_of_name.items():
+        assert abs(on_host(gradient - gradients[name])).max() < 1e-4, name
     only = of_name.backward(of_call, dy, None, wanted=["weight"])
     assert list(only) == ["weight"]
-    assert same_bits(on_host(only["weight"]), on_host(found["weight"]))
+    assert same_bits(on_host(only["weight"]), on_host(gradients_of_name["weight"]))
 
 
 def test_gradients_have_the_dtypes_of_what_they_are_of(xp):
@@ -118,18 +111,18 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(xp):
     options = {"s_dtype": "float32", "dtype": "float64"}
     (y, s), saved = cunorm.add_layer_norm.forward(x, x.astype("float32"), weight, bias, **options)
     assert (y.dtype, s.dtype, saved.statistics["rstd"].dtype) == ("float64", "float32", "float32")
-    dtypes = {name: one.dtype.name for name, one in cunorm.add_layer_norm.backward(saved, y, None).items()}
+    dtypes = {name: gradient.dtype.name for name, gradient in cunorm.add_layer_norm.backward(saved, y, None).items()}
     assert dtypes == {"x": "float16", "residual": "float32", "weight": "float64", "bias": "float32"}
 
 
-# Gradients by differences, of expressions at random.
+# Gradients of random expressions, against differences.
 
 NAMES = ("first", "a", "b", "c")
 
 
 @st.composite
 def trees(draw, depth: int = 3) -> Any:
-    """Smooth functions of four names, bounded for bounded ones."""
+    """Draw a smooth function of four names, which is bounded where they are."""
     if depth == 0 or draw(st.integers(0, 4)) == 0:
         return draw(st.sampled_from(NAMES) | st.sampled_from([0.5, -1.5, 2.0]))
     function = draw(st.sampled_from(["+", "-", "*", "tanh", "sigmoid", "exp"]))
@@ -167,7 +160,7 @@ def test_gradients_are_the_limits_of_differences(norm, before, after):
         return float((weights[0] * y + weights[1] * s).sum())
 
     x, *_ = values.values()
-    _, saved = op.forward(x, eps=0.5, **{name: one for name, one in values.items() if name != "x"})
+    _, saved = op.forward(x, eps=0.5, **{name: value for name, value in values.items() if name != "x"})
     gradients = op.backward(saved, *weights)
     slope = sum(float((gradients[name] * steps[name]).sum()) for name in values)
     size = sum(float(abs(gradients[name] * steps[name]).sum()) for name in values)

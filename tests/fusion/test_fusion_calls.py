@@ -23,16 +23,16 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 def small(xp: Any, name: str = "add_layer_norm") -> tuple[Fused, Any, dict[str, Any], tuple[Any, ...]]:
     made = make(CASES[name], (3, 7), "float32")
-    operands = {key: xp.asarray(one) if hasattr(one, "dtype") else one for key, one in made.operands.items()}
+    operands = {key: xp.asarray(value) if hasattr(value, "dtype") else value for key, value in made.operands.items()}
     return CASES[name].op, xp.asarray(made.x), operands, tuple(map(xp.asarray, made.gradients))
 
 
 def test_one_gradient_serves_x_and_residual(xp):
     op, x, operands, gradients = small(xp)
     _, saved = op.forward(x, **operands)
-    found = op.backward(saved, *gradients)
-    assert found["x"] is found["residual"]
-    assert found["weight"] is not found["bias"]
+    by_name = op.backward(saved, *gradients)
+    assert by_name["x"] is by_name["residual"]
+    assert by_name["weight"] is not by_name["bias"]
     operands["residual"] = operands["residual"].astype("float16")
     _, saved = op.forward(x, **operands)
     assert op.backward(saved, *gradients)["residual"].dtype == "float16"
@@ -49,32 +49,32 @@ def test_gradients_that_are_wanted_are_those_of_all(xp):
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_contiguous_however_the_operands_lie(xp, name):
-    """And statistics: what a framework sees does not depend on where a call ran."""
+    """So are statistics: what a framework sees does not depend on where a call ran."""
     made = make(CASES[name], (3, 5, 7), "float32")
 
     def moved(array: Any) -> Any:
-        """With the last axis first in memory."""
+        """Return the array with its last axis first in memory."""
         if not hasattr(array, "ndim") or array.ndim < 2:
             return array if not hasattr(array, "ndim") else xp.asarray(array)
         return xp.ascontiguousarray(xp.moveaxis(xp.asarray(array), -1, 0)).transpose(*range(1, array.ndim), 0)
 
-    op, operands = CASES[name].op, {key: moved(one) for key, one in made.operands.items()}
+    op, operands = CASES[name].op, {key: moved(operand) for key, operand in made.operands.items()}
     returned, saved = op.forward(moved(made.x), **operands)
     results = returned if isinstance(returned, tuple) else (returned,)
     gradients = op.backward(saved, *map(moved, made.gradients)).values()
-    statistics = [one for one in saved.statistics.values() if one is not None]
-    assert all(one.flags.c_contiguous for one in (*results, *statistics, *gradients))
+    statistics = [statistic for statistic in saved.statistics.values() if statistic is not None]
+    assert all(array.flags.c_contiguous for array in (*results, *statistics, *gradients))
 
 
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_a_result_on_which_nothing_depends_has_no_gradient(xp, left_out):
     op, x, operands, gradients = small(xp, "both")
     _, saved = op.forward(x, **operands)
-    given = [None if place == left_out else one for place, one in enumerate(gradients)]
-    zeros = [xp.zeros_like(x) if one is None else one for one in given]
-    found, same = op.backward(saved, *given), op.backward(saved, *zeros)
-    for name in found:
-        assert abs(on_host(found[name] - same[name])).max() < 1e-6, name
+    given = [None if place == left_out else gradient for place, gradient in enumerate(gradients)]
+    zeros = [xp.zeros_like(x) if gradient is None else gradient for gradient in given]
+    with_none, with_zeros = op.backward(saved, *given), op.backward(saved, *zeros)
+    for name in with_none:
+        assert abs(on_host(with_none[name] - with_zeros[name])).max() < 1e-6, name
 
 
 def test_numbers_may_change_from_call_to_call(xp):
@@ -99,7 +99,7 @@ def test_a_row_alone_needs_no_second_axis(xp):
     op, x, operands, gradients = small(xp)
     results, saved = op.forward(x[0], **operands | {"residual": operands["residual"][0]})
     assert same_bits(on_host(results[0]), on_host(op(x, **operands)[0][0]))
-    assert op.backward(saved, *(one[0] for one in gradients))["bias"].shape == (7,)
+    assert op.backward(saved, *(gradient[0] for gradient in gradients))["bias"].shape == (7,)
 
 
 def test_arrays_may_lie_anyhow(xp):
@@ -115,9 +115,9 @@ def test_arrays_may_lie_anyhow(xp):
         (y, s), saved = op.forward(x, **operands)
         assert same_bits(on_host(y), on_host(expected_y)), name
         assert same_bits(on_host(s), on_host(expected_s)), name
-        turned = [xp.asarray(one.T.copy()).T for one in gradients]
-        found, same = op.backward(saved, *turned), op.backward(saved, *gradients)
-        assert all(same_bits(on_host(found[key]), on_host(same[key])) for key in found), name
+        turned = [xp.asarray(gradient.T.copy()).T for gradient in gradients]
+        from_turned, from_contiguous = op.backward(saved, *turned), op.backward(saved, *gradients)
+        assert all(same_bits(on_host(from_turned[key]), on_host(from_contiguous[key])) for key in from_turned), name
 
 
 @needs_machine
@@ -127,7 +127,7 @@ def test_arrays_may_lie_anyhow_on_the_stand_in(monkeypatch):
     expected_y, _ = op(x, **operands)
     wide = cpu_cupy.asarray(numpy.pad(x, ((0, 0), (0, 4))))[:, :7]
     turned = cpu_cupy.asarray(operands["residual"].T).T
-    operands = {name: cpu_cupy.asarray(one) for name, one in operands.items()} | {"residual": turned}
+    operands = {name: cpu_cupy.asarray(operand) for name, operand in operands.items()} | {"residual": turned}
     operands["weight"] = cpu_cupy.asarray(numpy.repeat(operands["weight"].get(), 2))[::2]
     (y, _), saved = op.forward(wide, **operands)
     assert abs(y.get() - expected_y).max() < 1e-5
@@ -139,18 +139,14 @@ def test_no_rows_give_empty_results_and_gradients_of_zero(xp):
     operands |= {name: operands[name][:0] for name in ("residual", "z")}
     y, saved = op.forward(x[:0], **operands)
     assert y.shape == (0, 7)
-    found = op.backward(saved, gradients[0][:0])
-    assert found["x"].shape == (0, 7)
-    assert not on_host(found["weight"]).any()
-    assert found["factor"].shape == ()
-    assert float(found["factor"]) == 0
+    empty_gradients = op.backward(saved, gradients[0][:0])
+    assert empty_gradients["x"].shape == (0, 7)
+    assert not on_host(empty_gradients["weight"]).any()
+    assert empty_gradients["factor"].shape == ()
+    assert float(empty_gradients["factor"]) == 0
 
 
 # What is refused, before anything is compiled.
-
-
-def add(x, residual):
-    return x + residual
 
 
 REFUSED_BY_FUSE = [
@@ -164,7 +160,7 @@ REFUSED_BY_FUSE = [
     ({"epilogue": lambda xhat, a, da: xhat * a * da}, ValueError, "'da' is the gradient of 'a'"),
     ({"returns": "y"}, TypeError, "returns must be a tuple"),
     ({"returns": ()}, ValueError, "returns must have 'y'"),
-    ({"returns": ("s",), "prologue": add}, ValueError, "returns must have 'y'"),
+    ({"returns": ("s",), "prologue": lambda x, residual: x + residual}, ValueError, "returns must have 'y'"),
     ({"returns": ("y", "y")}, ValueError, "each name once"),
     ({"returns": ("y", "mean")}, ValueError, "names out of y, s; got 'mean'"),
     ({"returns": ("y", "s")}, ValueError, "needs a prologue"),
@@ -205,10 +201,10 @@ REFUSED_BY_A_CALL = [
 def test_a_call_refuses(xp, arguments, error, message):
     op, x, operands, _ = small(xp)
     changed = {k: xp.asarray(v) if isinstance(v, numpy.ndarray) else v for k, v in arguments.items()}
-    given = {name: one for name, one in ({"x": x} | operands | changed).items() if one is not ...}
+    given = {name: argument for name, argument in ({"x": x} | operands | changed).items() if argument is not ...}
     for call in (op, op.forward):
         with pytest.raises(error, match=re.escape(message)):
-            call(given["x"], **{name: one for name, one in given.items() if name != "x"})
+            call(given["x"], **{name: argument for name, argument in given.items() if name != "x"})
 
 
 @pytest.mark.parametrize("way", ["__call__", "forward", "fp8", "fp8_forward"])
@@ -221,7 +217,7 @@ def test_operands_without_their_names_are_refused(xp, way):
 
 
 def test_a_number_beyond_float64_is_refused_in_every_call(xp):
-    """Also in one like an earlier call, where only the number is another."""
+    """It is refused also in a call that differs from an earlier one only in the number."""
     op, x, operands, _ = small(xp)
     op(x, **operands | {"weight": 10**4})
     with pytest.raises(ValueError, match=r"must be finite; got a number beyond 1\.8e308"):
@@ -254,7 +250,7 @@ def test_named_operations_refuse(xp):
     _, saved = cunorm.add_layer_norm.forward(x, residual, weight)
 
     def backward(dy: Any = dy, ds: Any = ds, **changed: Any) -> Any:
-        """Of what was saved, but for some of it."""
+        """Call backward with what was saved, changed in the parts named in `changed`."""
         s, statistics = changed.pop("s", saved.s), saved.statistics | changed
         return cunorm.add_layer_norm.backward(replace(saved, s=s, statistics=statistics), dy, ds)
 

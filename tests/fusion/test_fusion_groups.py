@@ -20,7 +20,7 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 # Groups of rows.
 
 LAYOUTS = [
-    # x, an operand, its kind, and (rows that share a vector, vectors) of groups
+    # the shapes of x and of an operand, its kind, and Groups(rows that share a vector, vectors)
     ((4, 6, 8), (4, 1, 8), "group", Groups(6, 4)),
     ((4, 6, 8), (6, 8), "group", Groups(1, 6)),
     ((4, 6, 8), (1, 6, 8), "group", Groups(1, 6)),
@@ -56,7 +56,7 @@ def test_shapes_have_their_kinds(x, shape, kind, groups):
     [
         (Groups(4096, 16), 65536, 8),  # 16 samples: all 128 CTAs at once
         (Groups(1, 32), 65536, 4),
-        (Groups(2, 300), 600, 1),  # one CTA for each writes the gradients themselves
+        (Groups(2, 300), 600, 1),  # the one CTA of a group writes the gradients themselves
         (Groups(65536, 2), 131072, 66),
     ],
     ids=str,
@@ -74,7 +74,7 @@ def test_the_backward_pass_has_ctas_for_each_group(groups, rows, ctas):
 
 @needs_machine
 def test_vectors_of_groups_may_lie_anyhow(monkeypatch):
-    """Chunks of one projection, as models pass them, and vectors that do not lie as kernels read them."""
+    """Models pass chunks of one projection; other vectors do not lie as kernels read them."""
     cpu_cupy.play(monkeypatch, SMALL)
     op = CASES["modulate"].op
     made = make(CASES["modulate"], (3, 5, 24), "float32")
@@ -91,23 +91,23 @@ def test_vectors_of_groups_may_lie_anyhow(monkeypatch):
 
 @needs_machine
 def test_numbers_of_rows_may_lie_anyhow(monkeypatch, caplog):
-    """Columns of a matrix of gates: nothing is copied, and rows beside odd addresses are read by whole vectors."""
+    """Numbers that are columns of a matrix are not copied, and kernels still read the rows by whole vectors."""
     runs = cpu_cupy.play(monkeypatch, SMALL)
     case = CASES["numbers of rows"]
     made = make(case, (3, 5, 24), "float16")
     gates = cpu_cupy.asarray(numpy.concatenate([made.operands["shift"], made.operands["factor"]], -1))
-    operands = {name: cpu_cupy.asarray(one) for name, one in made.operands.items()}
+    operands = {name: cpu_cupy.asarray(operand) for name, operand in made.operands.items()}
     operands |= {"shift": gates[..., :1], "factor": gates[..., 1:]}
     exact, gradients = expected(case.op, made)
     with caplog.at_level("INFO", "cunorm"):
         (y, s), saved = case.op.forward(cpu_cupy.asarray(made.x), **operands, eps=EPS)
-        found = case.op.backward(saved, *map(cpu_cupy.asarray, made.gradients))
+        actual_gradients = case.op.backward(saved, *map(cpu_cupy.asarray, made.gradients))
     assert "copied" not in caplog.text
     assert "expanded" not in caplog.text
     assert all(getattr(step.spec, "rows", step.spec).aligned for plan in runs.plans for step in plan.steps)
     close("y", y, exact["y"], "float32")
     close("s", s, exact["s"], "float32")
-    for name, gradient in found.items():
+    for name, gradient in actual_gradients.items():
         close(f"d{name}", gradient, gradients[name], "float32")
 
 
@@ -115,7 +115,7 @@ def test_numbers_of_rows_may_lie_anyhow(monkeypatch, caplog):
 def test_what_is_of_no_kind_is_expanded_and_logged(monkeypatch, caplog):
     cpu_cupy.play(monkeypatch, SMALL)
     made = make(CASES["heads and samples"], (2, 3, 2, 8), "float32")
-    operands = {name: cpu_cupy.asarray(one) for name, one in made.operands.items()}
+    operands = {name: cpu_cupy.asarray(operand) for name, operand in made.operands.items()}
     with caplog.at_level("INFO", "cunorm"):
         CASES["heads and samples"].op(cpu_cupy.asarray(made.x), **operands)
     assert "w of shape (2, 1, 2, 8) is expanded to that of x, (2, 3, 2, 8)" in caplog.text

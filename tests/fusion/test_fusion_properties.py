@@ -1,6 +1,6 @@
-"""Random calls of fused operations against float64: of any tier, with arrays in other dtypes and at other addresses.
+"""Random calls of fused operations against float64: they reach every tier, with arrays of any dtypes and addresses.
 
-As many examples as test_properties.py says, of which the stand-in and a GPU each take a part.
+The numbers of examples are those of test_properties.py on the stand-in, and a fifth of them on a GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from test_properties import CPU_EXAMPLES, EXAMPLES, OWN_MEMORY, STAND_IN, laid_o
 from cunorm.kernel.device import KNOWN
 
 ELEMENTS = 2**16
-DEVICES = {one.name: one for one in (SMALL, WITHOUT_CLUSTERS, FEW_SMS, MANY_SMS, KNOWN[90], KNOWN[100])}
-ROUNDED = ("poles", "both")  # s of 16 bits may be rounded to the neighbour, for it takes functions of x
+DEVICES = {device.name: device for device in (SMALL, WITHOUT_CLUSTERS, FEW_SMS, MANY_SMS, KNOWN[90], KNOWN[100])}
+ROUNDED = ("poles", "both")  # s takes functions of x, so in 16 bits it may be rounded to the neighbour
 
 
 class Call(NamedTuple):
-    """What is asked of both passes."""
+    """A random call of both passes."""
 
     case: str
     shape: tuple[int, ...]
     dtype: str
-    dtypes: dict[str, str]  # of operands and gradients that have another
-    starts: list[int]  # of each array, one after the other: so many bytes behind an aligned address, or one element
-    layouts: list[str]  # likewise
+    dtypes: dict[str, str]  # of those operands and gradients that have another dtype
+    starts: list[int]  # where each array starts: so many bytes behind an aligned address, but at least one element
+    layouts: list[str]  # how each array lies
     sm_margin: int
-    device: str  # of the stand-in, as is the order of its threads
-    order: str
+    device: str  # the GPU that the stand-in plays
+    order: str  # of the stand-in's threads
 
 
 def names_of(case: Case) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def names_of(case: Case) -> tuple[str, ...]:
 def calls(draw: st.DrawFn) -> Call:
     name = draw(st.sampled_from(sorted(CASES)))
     case = CASES[name]
-    # Of fewer columns the deviation may be tiny by chance, and gradients are divided by it.
+    # With fewer columns the deviation may be tiny by chance, and gradients are divided by it.
     cols = draw(
         st.integers(16, 64)
         | st.integers(2, 640).map(lambda n: 8 * n)
@@ -83,36 +83,38 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def in_few_bits(made: Made) -> Made:
-    """Multiples of 1 / 16: s is rounded once, whatever dtypes its operands have."""
+    """Round x and operands to multiples of 1 / 16, so that s is rounded once, whatever dtypes its operands have."""
 
-    def few(one: Any) -> Any:
-        return narrow(numpy.round(16 * widen(one).astype(float)) / 16, one.dtype.name) if hasattr(one, "dtype") else one
+    def few(value: Any) -> Any:
+        if not hasattr(value, "dtype"):
+            return value
+        return narrow(numpy.round(16 * widen(value).astype(float)) / 16, value.dtype.name)
 
-    return made._replace(x=few(made.x), operands={name: few(one) for name, one in made.operands.items()})
+    return made._replace(x=few(made.x), operands={name: few(operand) for name, operand in made.operands.items()})
 
 
 def run(xp: Any, call: Call, sms: int) -> None:
-    """Both passes, of arrays of xp, on a GPU of so many multiprocessors."""
+    """Check both passes with arrays of xp, on a GPU of so many multiprocessors."""
     places = zip(call.layouts, call.starts, strict=True)
     place_of: dict[int, tuple[str, int]] = {}  # an array is placed alike whenever it is passed
 
-    def placed(one: numpy.ndarray) -> Any:
-        if id(one) not in place_of:
+    def placed(array: numpy.ndarray) -> Any:
+        if id(array) not in place_of:
             layout, start = next(places)
-            place_of[id(one)] = layout, max(start > 0, start // one.itemsize)
-        return laid_out(xp, one, *place_of[id(one)])[1]
+            place_of[id(array)] = layout, max(start > 0, start // array.itemsize)
+        return laid_out(xp, array, *place_of[id(array)])[1]
 
     case = CASES[call.case]
     made = make(case, call.shape, call.dtype, call.dtypes)
     if call.dtype in ("float16", "bfloat16") or made.x.dtype.itemsize == 2:
         made = in_few_bits(made)
-    # A sum over more of them may come to less than its terms' roundings.
+    # A sum over more elements may come to less than the roundings of its terms.
     alone = {*case.numbers, *case.of_rows, *case.of_samples} if math.prod(call.shape) > 2**12 else ()
     operation, sm_margin = case.op.operation, min(call.sm_margin, sms - 1)
     wanted = ("x", *(name for name in operation.operands if name not in alone))
     try:
         check(case, made, placed, wanted, sm_margin)
-    except NotImplementedError:  # streamed rows have no gradient of what the prologue takes for many of them
+    except NotImplementedError:  # for streamed rows, if the prologue takes a vector or number for several rows
         refused = {*operation.before} - {"x", *case.full, *case.of_rows}
         assert refused & {*wanted}
         check(case, made, placed, tuple(name for name in wanted if name not in refused), sm_margin)

@@ -1,4 +1,4 @@
-"""Fused operations on the stand-in for a GPU: every way in which rows wait, what a kernel touches, and equal bits."""
+"""Fused operations on the stand-in for a GPU: every tier is right, touches only its own memory, and has equal bits."""
 
 from __future__ import annotations
 
@@ -142,22 +142,22 @@ def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, run, as_many):
     runs = cpu_cupy.play(monkeypatch, run.device, as_many=as_many)
     case = CASES[run.case]
     check(case, make(case, run.shape, run.dtype, run.dtypes), cpu_cupy.asarray, run.wanted)
-    forward, again, backward = (one.tier for one in runs.plans)
+    forward, again, backward = (solution.tier for solution in runs.plans)
     assert forward == again
-    assert all(found == tier for found, tier in zip((forward, backward), run.tiers, strict=True) if tier)
+    assert all(actual == tier for actual, tier in zip((forward, backward), run.tiers, strict=True) if tier)
 
 
 @needs_machine
 @pytest.mark.parametrize(("dtype", "cols"), [("float32", 17001), ("float16", 34001)])
 def test_aligned_columns_beside_rows_at_odd_addresses_in_a_ring(monkeypatch, dtype, cols):
-    """Of float32, at a multiple of 16 bytes that is none of 32: they are read as they were copied, not as rows are."""
+    """The columns start at an odd multiple of 16 bytes. A kernel reads them by whole vectors, unlike the rows."""
     runs = cpu_cupy.play(monkeypatch)
 
-    def placed(one: numpy.ndarray) -> cpu_cupy.Array:
-        return cpu_cupy.asarray(one, 16 // one.itemsize if one.ndim == 1 else 0)
+    def placed(array: numpy.ndarray) -> cpu_cupy.Array:
+        return cpu_cupy.asarray(array, 16 // array.itemsize if array.ndim == 1 else 0)
 
     case = CASES["gate"]
-    made = make(case, (2, cols), dtype)  # columns in few bits: s is not rounded twice
+    made = make(case, (2, cols), dtype)  # the columns have few bits, so that s is not rounded twice
     columns = {name: made.operands[name].astype("float32") for name in case.columns}
     check(case, made._replace(operands=made.operands | columns), placed)
     spec = runs.plans[0].steps[0].spec
@@ -185,7 +185,10 @@ def test_no_kernel_reads_or_writes_what_is_not_its_own(monkeypatch, name, shape)
 def test_the_gradient_of_a_column_before_a_streamed_norm_is_refused(monkeypatch):
     cpu_cupy.play(monkeypatch, WITHOUT_CLUSTERS)
     made = make(CASES["gate"], (2, 17000), "float32")
-    operands = {name: cpu_cupy.asarray(one) if hasattr(one, "dtype") else one for name, one in made.operands.items()}
+    operands = {
+        name: cpu_cupy.asarray(operand) if hasattr(operand, "dtype") else operand
+        for name, operand in made.operands.items()
+    }
     _, saved = CASES["gate"].op.forward(cpu_cupy.asarray(made.x), **operands)
     with pytest.raises(NotImplementedError, match="gradient of shift"):
         CASES["gate"].op.backward(saved, cpu_cupy.asarray(made.gradients[0]))
@@ -207,38 +210,37 @@ def test_add_and_norm_has_the_bits_of_the_two_calls_on_the_stand_in(monkeypatch,
 @needs_machine
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_gradient_that_is_kept_has_the_bits_of_one_that_is_computed_again(monkeypatch, norm):
-    """Rows at odd addresses leave no registers for what the others keep of dy * d(y)/d(xhat)."""
+    """Aligned rows keep dy * d(y)/d(xhat) in registers; rows at odd addresses leave none free and compute it again."""
     runs = cpu_cupy.play(monkeypatch, SMALL)
     op = cunorm.fuse(norm, epilogue=lambda xhat, weight, z: silu(xhat * weight) * sigmoid(z))
     random = numpy.random.default_rng(0)
     wide = [cpu_cupy.asarray(random.standard_normal((5, 385)).astype("float16")) for _ in range(3)]
-    found = []
-    for x, z, dy in (wide_rows := [one[:, :384] for one in wide], [cpu_cupy.asarray(one) for one in wide_rows]):
+    gradients = []
+    for x, z, dy in (wide_rows := [array[:, :384] for array in wide], [cpu_cupy.asarray(rows) for rows in wide_rows]):
         _, saved = op.forward(x, eps=1e-5, z=z, weight=cpu_cupy.asarray(wide[0][0, :384]))
-        found.append(op.backward(saved, dy))
+        gradients.append(op.backward(saved, dy))
     specs = [getattr(step.spec, "rows", step.spec) for plan in runs.plans for step in plan.steps]
     kept = [spec.keeps_g for spec in specs if spec.kernel == "backward"]
     assert kept == [False, True]
     for name in ("x", "z"):
-        assert found[0][name].tobytes() == found[1][name].tobytes()
+        assert gradients[0][name].tobytes() == gradients[1][name].tobytes()
 
 
 @needs_machine
 @pytest.mark.parametrize(
-    ("shape", "waits"),
+    ("shape", "cluster_and_stages"),
     [((17, 16384), (4, 2)), ((52, 5120), (1, 2)), ((2056, 128), (1, 0))],
     ids=["a cluster of four", "a CTA of five vectors", "rows that share a warp"],
 )
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_many_rows_that_something_is_added_to_have_the_bits_of_one(monkeypatch, norm, shape, waits):
-    """`waits`: CTAs of a cluster, and places in shared memory."""
+def test_many_rows_that_something_is_added_to_have_the_bits_of_one(monkeypatch, norm, shape, cluster_and_stages):
     runs = cpu_cupy.play(monkeypatch, SMALL)
     made = make(CASES["add_rms_norm"], shape, "bfloat16")
     x, residual, weight = map(cpu_cupy.asarray, (made.x, made.operands["residual"], made.operands["weight"]))
     call = getattr(cunorm, f"{norm}_add")
     y = call(x, residual, weight, eps=EPS).get()
     spec = runs.plans[0].steps[0].spec
-    assert (spec.cluster, spec.stages) == waits
+    assert (spec.cluster, spec.stages) == cluster_and_stages
     for row in (0, shape[0] - 1):
-        alone = call(*(cpu_cupy.asarray(one.get()[row : row + 1]) for one in (x, residual)), weight, eps=EPS).get()
+        alone = call(*(cpu_cupy.asarray(array.get()[row : row + 1]) for array in (x, residual)), weight, eps=EPS).get()
         assert same_bits(alone, y[row : row + 1])

@@ -1,4 +1,4 @@
-"""The text of fused operations' kernels: that it compiles and spills nothing."""
+"""The text of fused operations' kernels compiles, and the kernels spill nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cunorm.plan.resources import shared_memory
 def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch):
     case = CASES[name]
     kinds = dict.fromkeys((*case.full, *case.odd), "full") | dict.fromkeys(case.columns, "column")
-    groups = case.samples or case.heads  # of one sort; the other is expanded
+    groups = case.samples or case.heads  # a kernel takes one sort of groups; the other is expanded
     kinds |= dict.fromkeys((*case.samples, *case.heads), "full") | dict.fromkeys(groups, "group")
     kinds |= dict.fromkeys(case.numbers, "scalar") | dict.fromkeys((*case.of_rows, *case.of_samples), "per_row")
     shared = {"kinds": kinds, "groups": Groups(256, 16) if groups else None}
@@ -36,7 +36,7 @@ def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch)
     dtypes = dict.fromkeys(("x", "y", "dy", "ds", *operands), "bfloat16") | dict.fromkeys(case.numbers, "float32")
     if case.op.operation.prologue:
         dtypes["s"] = case.op.s_dtype or "bfloat16"
-    wanted = [one for one in ("x", *operands) if one != "residual" or not name.startswith("add")]
+    wanted = [operand for operand in ("x", *operands) if operand != "residual" or not name.startswith("add")]
     for cols in (1024, 8192) if name.startswith("add") else (2048,):
         for problem in (
             forward_problem(case.op.operation, 4096, cols, dtypes, **shared),
@@ -51,7 +51,7 @@ def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch)
 
 @needs_nvrtc
 def test_a_kernel_that_does_not_compile_is_shown_with_its_expressions(monkeypatch):
-    """As one of an operand that has the name of an array of the kernel's own would be, were it not refused."""
+    """An operand called rstd, which the functions refuse, makes a kernel that does not compile."""
     operation = Operation("rms_norm", trace(lambda xhat, rstd: xhat * rstd), trace(lambda x, half: x + half))
     problem = forward_problem(operation, 4, 64, dict.fromkeys(("x", "y", "s", "rstd", "half"), "float16"))
     with pytest.raises(cunorm.CompileError, match=re.escape("of s = x + half, y = xhat * rstd")):
@@ -66,7 +66,7 @@ def test_the_first_call_takes_half_a_second_at_most():
     cunorm.rms_norm(x)
 
     def first_call() -> float:
-        seed = time.time_ns() % 1000003  # a text that no cache has
+        seed = time.time_ns() % 1000003  # makes a text that no cache has
         start = time.perf_counter()
         op = cunorm.fuse("rms_norm", epilogue=lambda xhat, weight: xhat * weight + seed)
         op(x, weight=x[0])

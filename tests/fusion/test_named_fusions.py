@@ -28,9 +28,9 @@ FULL, COLUMN, SAMPLE = "full", "column", "sample"
 
 
 class Named(NamedTuple):
-    """A function's formula and the shapes of its operands, with options of a call."""
+    """The formula of a function, the shapes of its operands, and options of a call."""
 
-    formula: Callable[..., dict[str, torch.Tensor]]  # of float64; `rounded` rounds s, with no gradient of its own
+    formula: Callable[..., dict[str, torch.Tensor]]  # in float64; its argument `rounded` rounds s and has no gradient
     operands: dict[str, str]
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -56,8 +56,8 @@ def add_norm(norm):
     return formula
 
 
-def norm_add(norm, one=0.0):
-    return lambda rounded, x, residual, weight, bias=0.0: {"y": residual + norm(x) * (one + weight) + bias}
+def norm_add(norm, offset=0.0):
+    return lambda rounded, x, residual, weight, bias=0.0: {"y": residual + norm(x) * (offset + weight) + bias}
 
 
 def modulate(norm):
@@ -125,7 +125,7 @@ TABLE: dict[str, Named] = {
 
 
 def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[numpy.ndarray], Any]) -> None:
-    """Results and every gradient of a function, of random operands and random gradients of all results."""
+    """Check all results and gradients of a function, with random operands and random gradients of the results."""
     case, function = TABLE[name], name.partition(",")[0]
     options = {key: value(shape[-1]) if callable(value) else value for key, value in case.options}
     random = numpy.random.default_rng(0)
@@ -134,10 +134,10 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
     def made(shape: tuple[int, ...]) -> numpy.ndarray:
         return narrow(random.standard_normal(shape) + 0.25, dtype)
 
-    values = {"x": made(shape)} | {one: made(shapes[kind]) for one, kind in case.operands.items()}
+    values = {"x": made(shape)} | {operand: made(shapes[kind]) for operand, kind in case.operands.items()}
     results = ("y", "s") if "s_dtype" in inspect.signature(getattr(cunorm, function)).parameters else ("y",)
     values |= {f"d{result}": made(shape) for result in results}
-    leaves = {one: tensor(values[one]).requires_grad_() for one in ("x", *case.operands)}
+    leaves = {operand: tensor(values[operand]).requires_grad_() for operand in ("x", *case.operands)}
     arithmetic = "float64" if dtype == "float64" else "float32"
 
     def rounded(exact: torch.Tensor) -> torch.Tensor:
@@ -147,26 +147,29 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
     total = sum((exact[result] * tensor(values[f"d{result}"])).sum() for result in results)
     gradients = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
-    arrays = {one: as_array(value) for one, value in values.items()}
-    passed = [arrays[one] for one in ("x", *case.operands)]
+    arrays = {operand: as_array(value) for operand, value in values.items()}
+    passed = [arrays[operand] for operand in ("x", *case.operands)]
     op = getattr(cunorm, function)
     returned, (kept, saved) = op(*passed, eps=EPS, **options), op.forward(*passed, eps=EPS, **options)
     if results == ("y",):
         returned, kept = (returned,), (kept,)
-    for result, one, again in zip(results, returned, kept, strict=True):
-        assert one.dtype == values["x"].dtype
-        close(result, one, exact[result].detach().numpy(), arithmetic)
-        assert on_host(one).tobytes() == on_host(again).tobytes(), "statistics change nothing"
+    for result, array, again in zip(results, returned, kept, strict=True):
+        assert array.dtype == values["x"].dtype
+        close(result, array, exact[result].detach().numpy(), arithmetic)
+        assert on_host(array).tobytes() == on_host(again).tobytes(), "statistics change nothing"
     of_results = [arrays[f"d{result}"] for result in results]
-    found = op.backward(saved, *of_results)
-    assert list(found) == ["x", *(one for one in saved.fused.operation.operands if one in case.operands)]
-    for one, gradient in found.items():
-        of = values[one]
-        assert (gradient.dtype, gradient.shape) == (of.dtype, of.shape), one
-        close(f"d{one}", gradient, gradients[one].numpy(), arithmetic)
-        alone = op.backward(saved, *of_results, wanted=(one,))
-        assert list(alone) == [one]
-        close(f"d{one} alone", alone[one], gradients[one].numpy(), arithmetic)
+    actual_gradients = op.backward(saved, *of_results)
+    assert list(actual_gradients) == [
+        "x",
+        *(operand for operand in saved.fused.operation.operands if operand in case.operands),
+    ]
+    for operand, gradient in actual_gradients.items():
+        value = values[operand]
+        assert (gradient.dtype, gradient.shape) == (value.dtype, value.shape), operand
+        close(f"d{operand}", gradient, gradients[operand].numpy(), arithmetic)
+        alone = op.backward(saved, *of_results, wanted=(operand,))
+        assert list(alone) == [operand]
+        close(f"d{operand} alone", alone[operand], gradients[operand].numpy(), arithmetic)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -184,7 +187,7 @@ def test_values_and_gradients_are_those_of_the_formula(xp, name, shape, dtype):
 def test_values_and_gradients_on_a_gpu(name, shape, dtype):
     import cupy
 
-    # As in fusion_cases: of s = x * silu(z), computed in float32, a few of many values are rounded to the neighbour.
+    # As in test_fusion.py: a kernel computes s = x * silu(z) in float32, and rounds a few values to the neighbour.
     check(name, shape, "float32" if "gate first" in name else dtype, cupy.asarray)
 
 
@@ -209,9 +212,9 @@ def test_every_named_operation_is_here_and_says_how_it_is_called():
         own = inspect.signature(op).parameters
         assert list(inspect.signature(op.forward).parameters) == list(own)
         assert {*inspect.signature(op.fp8).parameters} == {*own, "granularity", "y_scale"}
-        for one in (op, op.forward, op.backward, op.fp8, op.fp8_forward):
-            assert inspect.getdoc(one), (name, one)
-            assert pickle.loads(pickle.dumps(one)) is one
+        for function in (op, op.forward, op.backward, op.fp8, op.fp8_forward):
+            assert inspect.getdoc(function), (name, function)
+            assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_the_same_ten_have_the_same_signature_in_every_framework():
@@ -260,38 +263,37 @@ def test_a_wider_residual_stream_is_normalised(xp):
     ones, op = xp.ones((2, 4), "float16"), cunorm.gate_add_rms_norm_modulate
     (y, s), saved = op.forward(x, x.astype("float32"), ones, ones, ones, s_dtype="float32")
     assert (y.dtype, s.dtype) == ("float16", "float32")
-    dtypes = {name: one.dtype.name for name, one in op.backward(saved, y, s).items()}
+    dtypes = {name: gradient.dtype.name for name, gradient in op.backward(saved, y, s).items()}
     assert dtypes.pop("residual") == "float32"
     assert set(dtypes.values()) == {"float16"}
 
 
 def test_the_gate_may_be_any_number(xp):
-    """silu and its derivative where exp overflows."""
+    """silu and its derivative are finite where exp overflows."""
     z = xp.asarray(numpy.array([[-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4]], "float32"))
     x, dy, op = z / z, z / z, cunorm.rms_norm_gated
     for first in (False, True):
         y, saved = op.forward(x, z, norm_before_gate=first)
-        for one in (y, *op.backward(saved, dy).values()):
-            assert numpy.isfinite(on_host(one)).all()
+        for array in (y, *op.backward(saved, dy).values()):
+            assert numpy.isfinite(on_host(array)).all()
     assert abs(on_host(op.backward(saved, dy)["z"]) - [[0, 0, 0, 0, 1, 1, 1, 1]]).max() < 1e-6
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor", 128])
 @pytest.mark.parametrize("options", [{"norm_before_gate": False}, {"norm_before_gate": False, "group_size": 4}, {}])
 def test_fp8_output_of_a_gated_norm(xp, options, granularity):
-    """Bytes in the shape of x; one scale for all is known beforehand only where y is a norm times a weight."""
+    """The bytes have the shape of x. One scale for all is known beforehand only if y is a norm times a weight."""
     x = xp.asarray(numpy.linspace(-1, 1, 24, dtype="float32").reshape(2, 12))
     op, weight = cunorm.rms_norm_gated, xp.ones(12, "float32")
     if granularity == "tensor" and not options:
         with pytest.raises(ValueError, match="granularity='tensor' needs a y_scale"):
             op.fp8(x, x, weight, granularity=granularity)
         return
-    found, scale, y = op.fp8_forward(x, x, weight, granularity=granularity, **options)
+    y_bytes, scale, y = op.fp8_forward(x, x, weight, granularity=granularity, **options)
     fewer = op.fp8(x, x, weight, granularity=granularity, **options)
-    assert all(
-        on_host(one).tobytes() == on_host(other).tobytes() for one, other in zip(fewer, (found, scale), strict=True)
-    )
-    assert found.shape == y.shape == x.shape
+    for array, expected_array in zip(fewer, (y_bytes, scale), strict=True):
+        assert on_host(array).tobytes() == on_host(expected_array).tobytes()
+    assert y_bytes.shape == y.shape == x.shape
     assert on_host(y).tobytes() == on_host(op(x, x, weight, **options)).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""A user's names of operands meet none of the library's: each of them works, or is refused before anything runs."""
+"""A user's names of operands never clash with the library's: each works, or is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 EPS = 1e-5
 MANY = 80  # operands of a kernel
-# Names that met one of the library: among pointers, among a kernel's parameters, among JAX's tangents; and such as the
-# text has now.
-MET = ("workspace", "x_gap", "z_gap", "z_reciprocal", "rows", "x_dot", "y_dot", "scale", "scale_dot", "the_workspace")
-MET += ("operand_0", "operand_1", "operand_1_stride", "doperand_0", "sum_doperand_0", "cunorm_backward")
+# Names like those of pointers, of a kernel's parameters and of JAX's tangents, and those that generated texts have.
+LIKE_INTERNAL = ("workspace", "x_gap", "z_gap", "z_reciprocal", "rows", "x_dot", "y_dot", "scale", "scale_dot")
+LIKE_INTERNAL += ("the_workspace", "operand_0", "operand_1", "operand_1_stride", "doperand_0", "sum_doperand_0")
+LIKE_INTERNAL += ("cunorm_backward",)
 
 
 def fused(names: Iterable[str]) -> Fused:
-    """An operation of which each operand has its own share, some before the norm and all after it."""
+    """Return an operation in which every operand is used after the norm, and an eighth of them before it too.
+
+    Each operand has another factor, so that swapped operands change the result.
+    """
     names = tuple(names)
 
     def shares(first: str, operands: Sequence[str]) -> Any:
         def function(value, *values):
-            return sum((one * (value + place + 1) for place, one in enumerate(values)), start=value)
+            return sum((operand * (value + place + 1) for place, operand in enumerate(values)), start=value)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in (first, *operands)])
@@ -52,19 +55,17 @@ def fused(names: Iterable[str]) -> Fused:
 
 @cache
 def library_names() -> tuple[str, ...]:
-    """Every identifier of kernels_cu and of what is generated beside them; of the library's Python every key, parameter
-    and variable.
-    """
+    """Return every identifier of the CUDA texts, and every key, parameter and variable of the library's Python."""
     texts = [file.read_text() for file in KERNELS.rglob("*.cu*")] + generated_texts()
     files = [file for folder in (PACKAGE, KERNELS.parent / "adapters") for file in folder.rglob("*.py")]
     in_python = re.compile(r'(?<=")[A-Za-z_]\w*(?=")|\b[A-Za-z_]\w*(?=\s?[:=])', re.ASCII)
-    found = {name for text in texts for name in re.findall(r"[A-Za-z_]\w*", text, re.ASCII)}
-    found |= {name for file in files for name in in_python.findall(file.read_text())}
-    return tuple(sorted(name for name in found | {*MET} if not keyword.iskeyword(name)))
+    names = {name for text in texts for name in re.findall(r"[A-Za-z_]\w*", text, re.ASCII)}
+    names |= {name for file in files for name in in_python.findall(file.read_text())}
+    return tuple(sorted(name for name in names | {*LIKE_INTERNAL} if not keyword.iskeyword(name)))
 
 
 def generated_texts() -> list[str]:
-    """The lines of each kind of kernel, of operands of each kind."""
+    """Return the generated lines of each kind of kernel, with operands of each kind."""
     operation, texts = CASES["gate"].op.operation, []
     dtypes = dict.fromkeys(("x", "y", "s", "dy", *operation.operands), "float32")
     kinds = {"residual": "full", "z": "full", "shift": "column", "factor": "scalar", "sharp": "scalar"}
@@ -113,7 +114,7 @@ def test_the_text_knows_operands_by_their_places():
 
 
 def chunks() -> list[tuple[str, ...]]:
-    """The names that are not refused, but for that of a seed, MANY to a kernel, none beside that of its gradient."""
+    """Return the names that are not refused, in tuples of MANY, none in a tuple with the name of its gradient."""
     names = [name for name in library_names() if name != SEED and not is_refused(name)]
     apart = [[name for name in names if (len(name) - len(name.lstrip("d"))) % 2 == odd] for odd in (0, 1)]
     starts = [(part, min(start, len(part) - MANY)) for part in apart for start in range(0, len(part), MANY)]
@@ -121,7 +122,7 @@ def chunks() -> list[tuple[str, ...]]:
 
 
 def arrays(names: Iterable[str], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """x, dy and operands of every kind in turn; full ones lie with two strides."""
+    """Return x, dy, and operands of every kind in turn; the rows of full ones lie with two strides."""
     random = numpy.random.default_rng(0)
     samples, tokens, cols = shape
     of_kind = (
@@ -135,12 +136,10 @@ def arrays(names: Iterable[str], shape: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def placed(array: Any) -> Any:
-    """For the stand-in, with the strides that it has."""
-    return (
-        array
-        if isinstance(array, float)
-        else cpu_cupy.asarray(array.base if array.base is not None else array)[tuple(map(slice, array.shape))]
-    )
+    """Place an array on the stand-in, with its strides. A number stays."""
+    if isinstance(array, float):
+        return array
+    return cpu_cupy.asarray(array.base if array.base is not None else array)[tuple(map(slice, array.shape))]
 
 
 @needs_machine
@@ -152,30 +151,32 @@ def test_every_name_of_the_library_works_as_one_of_an_operand(monkeypatch):
         dy = given.pop("dy")
         expected, saved = op.forward(**given, eps=EPS)
         gradients = op.backward(saved, dy)
-        on_gpu = {name: placed(one) for name, one in given.items()}
-        before = {name: one.tobytes() for name, one in on_gpu.items() if not isinstance(one, float)}
+        on_gpu = {name: placed(argument) for name, argument in given.items()}
+        before = {name: argument.tobytes() for name, argument in on_gpu.items() if not isinstance(argument, float)}
         y, saved = op.forward(**on_gpu, eps=EPS)
-        found = op.backward(saved, placed(dy))
+        actual_gradients = op.backward(saved, placed(dy))
         numpy.testing.assert_allclose(y.get(), expected, rtol=1e-3, atol=1e-3)
-        for name, one in gradients.items():
-            numpy.testing.assert_allclose(numpy.asarray(found[name]), one, rtol=1e-3, atol=1e-2, err_msg=name)
-        assert {name: one.tobytes() for name, one in on_gpu.items() if name in before} == before
+        for name, gradient in gradients.items():
+            numpy.testing.assert_allclose(
+                numpy.asarray(actual_gradients[name]), gradient, rtol=1e-3, atol=1e-2, err_msg=name
+            )
+        assert {name: argument.tobytes() for name, argument in on_gpu.items() if name in before} == before
     assert all(solution.workspace for solution in runs.plans[1::2])
 
 
 def test_a_launch_that_passes_more_than_its_kernel_takes_is_none(monkeypatch):
-    """Whatever the reason: here a step that was given one number too many."""
+    """Such a launch is refused, whatever its reason; here a step has one number too many."""
     problem = forward_problem(fused(["z"]).operation, 3, 33, dict.fromkeys(("x", "y", "s", "z"), "float32"))
     right = plan(problem, SMALL)
     step = right.steps[0]._replace(integers=(*right.steps[0].integers, 1))
     monkeypatch.setattr(launch, "kernel", lambda *_: SimpleNamespace(ptr=1))
     with pytest.raises(RuntimeError, match=r"must pass as many arguments as its kernel has parameters, 9; got 10"):
-        launch.address(step, -1)  # of no GPU
+        launch.address(step, -1)  # -1 is no GPU
 
 
 @pytest.mark.gpu
 def test_an_operand_called_workspace_is_not_written():
-    """Partial sums of so many rows have a workspace, which the caller's 4 KB are not."""
+    """Partial sums of so many rows need a workspace. The kernel must not take the user's array of that name for it."""
     import cupy
 
     x, dy = cupy.random.default_rng(0).standard_normal((2, 100000, 1024), "float32")
@@ -183,9 +184,9 @@ def test_an_operand_called_workspace_is_not_written():
     workspace, before = memory[2**19 :][:1024], memory.get()
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, workspace, shift: xhat * workspace + shift)
     _, saved = op.forward(x, workspace=workspace, shift=x[0])
-    found = op.backward(saved, dy, wanted=("workspace", "shift"))
+    gradients = op.backward(saved, dy, wanted=("workspace", "shift"))
     assert (memory.get() == before).all()
-    numpy.testing.assert_allclose(found["shift"].get(), dy.sum(0, dtype="float64").get(), rtol=1e-4, atol=1e-2)
+    numpy.testing.assert_allclose(gradients["shift"].get(), dy.sum(0, dtype="float64").get(), rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.gpu
@@ -200,5 +201,5 @@ def test_a_number_called_as_a_stride_is_beside_two_strides(number):
     gradients = op.backward(saved, z.get())
     y, saved = op.forward(x, z=z, **{number: 0.5})
     cupy.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
-    for name, one in op.backward(saved, z).items():
-        cupy.testing.assert_allclose(one, gradients[name], rtol=1e-3, atol=1e-2, err_msg=name)
+    for name, gradient in op.backward(saved, z).items():
+        cupy.testing.assert_allclose(gradient, gradients[name], rtol=1e-3, atol=1e-2, err_msg=name)

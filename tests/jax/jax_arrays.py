@@ -1,13 +1,9 @@
-"""JAX arrays of the arrays that the other tests use, and back; what is lowered for CUDA."""
+"""Conversions between JAX arrays and those of the other tests, and the launches of a program lowered for CUDA."""
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any, NamedTuple
-
-# The tests' other libraries, and the other processes of pytest-xdist, need memory too.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy
@@ -19,7 +15,7 @@ PTX_CALL = "__gpu$xla.gpu.ptx"
 
 
 def to_jax(array: Any) -> jax.Array:
-    """Of a NumPy array on the CPU, of a CuPy array on its GPU."""
+    """Return a JAX array: on the CPU for a NumPy array, and on its GPU for a CuPy array."""
     if isinstance(array, numpy.ndarray):
         return jax.device_put(array, jax.devices("cpu")[0])
     import cupy
@@ -29,7 +25,7 @@ def to_jax(array: Any) -> jax.Array:
 
 
 def from_jax(array: jax.Array | None) -> Any:
-    """A NumPy or CuPy array."""
+    """Return a NumPy or CuPy array, by where the array is."""
     if array is None:
         return None
     array.block_until_ready()
@@ -46,7 +42,7 @@ def random(*shape: int, device: str = "cpu", dtype: Any = "float32", seed: int =
 
 
 def close(actual: Any, expected: Any, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    """Two trees of arrays, in their shapes, dtypes and values."""
+    """Check that two trees of arrays have the same shapes and dtypes, and nearly the same values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -66,18 +62,18 @@ class Call(NamedTuple):
 
 
 def lowered(function: Any, *arguments: Any) -> str:
-    """The program for CUDA, on any machine."""
+    """Return the text of the program for CUDA, on any machine."""
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text: str) -> list[Call]:
-    """The calls of PTX in a program, a function's body read once wherever it is called from."""
-    found = []
+    """Return the calls of PTX in a program. The body of a function counts once, however often it is called."""
+    launches = []
     for line in text.splitlines():
         if PTX_CALL in line and "custom_call" in line:
             number = {key: int(value) for key, value in re.findall(r"(\w+) = (\d+) : i32", line)}
             name = re.search(r'name = "(\w+)"', line)[1]
             ptx = re.search(r'kernel_data = "((?:[^"\\]|\\.)*)"', line)[1]
             grid = tuple(number[f"grid_{axis}"] for axis in "xyz")
-            found.append(Call(name, grid, number["block_x"], number["shared_mem_bytes"], ptx))
-    return found
+            launches.append(Call(name, grid, number["block_x"], number["shared_mem_bytes"], ptx))
+    return launches

@@ -24,12 +24,12 @@ COLUMN_PARALLEL = (P("data"), P(None, "model"), P("model"), P(), P())
 
 
 def given(op):
-    """NumPy arrays, which are on no device yet."""
+    """Return NumPy arrays, which are on no device yet."""
     return [numpy.asarray(array) for array in arguments("cpu", ROWS, 5, op=op)]
 
 
 def check_sharded(op: str, mesh: Mesh, specs: tuple[P, ...], y_spec: P, context: bool) -> None:
-    """No communication forward; sums alone backward; every gradient split as what it is the gradient of."""
+    """Check that forward communicates nothing, backward only sums, and each gradient is split as its array is."""
     mine, expected = both(op)
     arrays = given(op)
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=False)]
@@ -41,14 +41,14 @@ def check_sharded(op: str, mesh: Mesh, specs: tuple[P, ...], y_spec: P, context:
         backward = compiled(gradient(mine)).lower(*sharded).compile()
         assert collectives(backward).keys() == {"all-reduce"}, collectives(backward)
         gradients = backward(*sharded)
-    for found, array in zip(gradients, sharded, strict=True):
-        assert found.sharding.is_equivalent_to(array.sharding, found.ndim), (found.shape, found.sharding)
+    for darray, array in zip(gradients, sharded, strict=True):
+        assert darray.sharding.is_equivalent_to(array.sharding, darray.ndim), (darray.shape, darray.sharding)
     close(jax.device_get(y), jax.device_get(compiled(expected)(*arrays)), 5e-4, 1e-4)
     close(jax.device_get(gradients), jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
 
 
 def check_rows_gathered(op: str, mesh: Mesh, explicit: bool) -> None:
-    """Rows of x and columns of kernel over one axis: z is gathered, in each pass once; its gradient is summed."""
+    """Split rows of x and columns of kernel over one axis: each pass gathers z once, and z's gradient is summed."""
     mine, expected = both(op)
     arrays = given(op)
     specs = (P("model"), P(None, "model"), P("model"), P(), P())
@@ -76,17 +76,17 @@ def check_rows_gathered(op: str, mesh: Mesh, explicit: bool) -> None:
 
 
 def check_kernel_split_along_in(mesh: Mesh) -> None:
-    """XLA's to communicate, and right."""
+    """Check only the values: how this is communicated is XLA's choice."""
     mine, expected = both("layer_norm")
     arrays = given("layer_norm")
     specs = (P("data"), P("model"), P(), P(), P())
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
-    found = jax.device_get(compiled(gradient(mine))(*sharded))
-    close(found, jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
+    gradients = jax.device_get(compiled(gradient(mine))(*sharded))
+    close(gradients, jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
 
 
 def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
-    """Rows and columns of kernel split; the gradient of the mapped function, and with check_vma one taken inside."""
+    """Split rows, and columns of kernel: check the gradient of the mapped function, and one taken inside it."""
     mine, expected = both(op)
     arrays = given(op)
     specs = COLUMN_PARALLEL[: len(arrays)]
@@ -99,7 +99,7 @@ def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
 
 
 def check_functions_of_cunorm(mesh: Mesh) -> None:
-    """cunorm.layer_norm_linear_backward of sharded rows."""
+    """Check cunorm.layer_norm_linear_backward with sharded rows."""
     import cunorm
 
     x, kernel, bias, *ln = given("layer_norm")
@@ -112,8 +112,8 @@ def check_functions_of_cunorm(mesh: Mesh) -> None:
 
     data = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        found = compiled(run)(jax.device_put(x, data), jax.device_put(dy, data))
-    close(jax.device_get(found), jax.device_get(compiled(run)(x, dy)), 5e-4, 1e-4)
+        gradients = compiled(run)(jax.device_put(x, data), jax.device_put(dy, data))
+    close(jax.device_get(gradients), jax.device_get(compiled(run)(x, dy)), 5e-4, 1e-4)
 
 
 def main(platform: str) -> None:

@@ -1,6 +1,7 @@
-"""Several devices, in a process of its own where they are a CPU's: `python jax_sharded.py cpu`. Prints what it checked.
+"""Functions on several devices; `python jax_sharded.py cpu` runs all checks and prints what it checked.
 
-Rows are sharded, weight and bias are on every device; nothing may be gathered.
+The devices of a CPU need a process of their own. Rows are sharded, and weight and bias are on every device. No rows may
+be gathered.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def both(op):
 
 
 def arguments(op):
-    """NumPy arrays, which are on no device yet."""
+    """Return NumPy arrays, which are on no device yet."""
     arrays = (random(ROWS, 5, COLS), random(COLS), random(COLS, seed=1))
     return [numpy.asarray(array) for array in arrays[: 3 if op == "layer_norm" else 2]]
 
@@ -56,9 +57,9 @@ def collectives(compiled) -> dict[str, int]:
 
 
 def check_sharded(op: str, mesh: Mesh, spec: PartitionSpec, context: bool = True) -> None:
-    """Forward without any communication; the gradients of weight and bias with a sum alone.
+    """Check that forward communicates nothing, and backward only sums the gradients of weight and bias.
 
-    `context`: the mesh is set, as programs may do; else the arrays alone know of it.
+    With `context` the mesh is set, as programs may do; else only the arrays know of it.
     """
     mine, expected = both(op)
     x, *parameters = arguments(op)
@@ -84,7 +85,7 @@ def check_sharded(op: str, mesh: Mesh, spec: PartitionSpec, context: bool = True
 
 
 def check_columns_sharded(mesh: Mesh) -> None:
-    """What no kernel can do is gathered first, and right."""
+    """Check the values where columns are split, which no kernel can do: XLA gathers the rows first."""
     mine, expected = both("layer_norm")
     x, weight, bias = arguments("layer_norm")
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, mesh.axis_names[0])))
@@ -93,7 +94,7 @@ def check_columns_sharded(mesh: Mesh) -> None:
 
 
 def check_rows_that_do_not_divide(mesh: Mesh) -> None:
-    """7 rows on several devices inside a program: the rows that fill up the last part must not reach dweight."""
+    """Check 7 rows on several devices in a program: the rows that fill up the last part must not reach dweight."""
     mine, expected = both("layer_norm")
     x, weight, bias = arguments("layer_norm")
 
@@ -114,7 +115,7 @@ def check_rows_that_do_not_divide(mesh: Mesh) -> None:
 
 
 def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
-    """The gradient of a mapped function, and with check_vma a gradient taken inside."""
+    """Check the gradient of a mapped function, and with check_vma a gradient taken inside."""
     mine, expected = both(op)
     arrays = arguments(op)
     argnums = tuple(range(len(arrays)))
@@ -129,7 +130,7 @@ def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
 
 
 def check_lowering_of_shard_map(mesh: Mesh) -> None:
-    """Every device launches for its own rows: 2000 over the devices."""
+    """Check that every device launches for its own share of 2000 rows."""
     from cunorm.kernel import device
     from cunorm.plan import plain_problems, plan
 
@@ -144,7 +145,7 @@ def check_lowering_of_shard_map(mesh: Mesh) -> None:
 
 
 def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> None:
-    """FP8 output without any communication: scales are of rows, or were there before."""
+    """Check that FP8 output communicates nothing: a scale belongs to a row, or is known beforehand."""
     x, weight, bias = arguments("layer_norm")
     sharded = [jax.device_put(x, NamedSharding(mesh, spec))]
     sharded += [jax.device_put(parameter, NamedSharding(mesh, PartitionSpec())) for parameter in (weight, bias)]
@@ -155,12 +156,12 @@ def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> Non
     with jax.set_mesh(mesh):
         compiled = jax.jit(function).lower(*sharded).compile()
         assert not collectives(compiled), collectives(compiled)
-        found, scale, y = compiled(*sharded)
-    for one in (found, y, scale)[: 2 if granularity == "tensor" else 3]:
-        assert one.sharding.is_equivalent_to(NamedSharding(mesh, spec), one.ndim), one.sharding
+        y_bytes, scale, y = compiled(*sharded)
+    for array in (y_bytes, y, scale)[: 2 if granularity == "tensor" else 3]:
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), array.sharding
     check_bytes(
         numpy.asarray(y).reshape(-1, COLS),
-        numpy.asarray(found).view("uint8").reshape(-1, COLS),
+        numpy.asarray(y_bytes).view("uint8").reshape(-1, COLS),
         numpy.asarray(scale),
         granularity,
         "e4m3",
@@ -168,11 +169,12 @@ def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> Non
 
 
 def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
-    """add_layer_norm forward without any communication; gradients of weight and bias with a sum alone."""
+    """Check add_layer_norm: forward communicates nothing; backward only sums the gradients of weight and bias."""
     x, *parameters = arguments("layer_norm")
     arrays = (x, x * 2 + 1, *parameters)
     specs = (spec, spec, *[PartitionSpec()] * len(parameters))
-    sharded = [jax.device_put(one, NamedSharding(mesh, of)) for one, of in zip(arrays, specs, strict=True)]
+    shardings = [NamedSharding(mesh, spec_of_array) for spec_of_array in specs]
+    sharded = [jax.device_put(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
 
     def both(*arrays):
         y, s = add_layer_norm(*arrays)
@@ -191,18 +193,18 @@ def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
         results = gradients(*sharded)
         of_s = jax.jit(jax.grad(lambda *a: add_layer_norm(*a)[1].sum()))(*sharded)
         assert (of_s == 1).all()
-        for gradient, of in zip((of_s, *results), sharded[:1] + sharded, strict=True):
-            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+        for gradient, array in zip((of_s, *results), sharded[:1] + sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(array.sharding, array.ndim), gradient.sharding
     close(jax.device_get(results), jax.device_get(jax.grad(expected, argnums)(*arrays)), atol=1e-4)
 
 
 def check_groups(mesh: Mesh, shape: tuple[int, ...], of_scale: PartitionSpec, summed: bool) -> None:
-    """A vector for each sample stays with its sample; one for each token is summed over the devices."""
+    """Check that gradients of vectors for samples stay with their samples, and those for tokens are summed."""
     modulated = fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * scale + shift)
     x, scale = random(ROWS, 5, COLS), random(*shape)
     specs = (PartitionSpec("data"), of_scale)
-    arrays = [numpy.asarray(one) for one in (x, scale)]
-    sharded = [jax.device_put(one, NamedSharding(mesh, of)) for one, of in zip(arrays, specs, strict=True)]
+    arrays = [numpy.asarray(array) for array in (x, scale)]
+    sharded = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
 
     def loss_of(function):
         return lambda x, scale: jnp.sin(function(x, scale)).sum()
@@ -212,14 +214,14 @@ def check_groups(mesh: Mesh, shape: tuple[int, ...], of_scale: PartitionSpec, su
         compiled = mine.lower(*sharded).compile()
         assert collectives(compiled).keys() == ({"all-reduce"} if summed else set()), collectives(compiled)
         results = compiled(*sharded)
-        for gradient, of in zip(results, sharded, strict=True):
-            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+        for gradient, array in zip(results, sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(array.sharding, array.ndim), gradient.sharding
     expected = jax.grad(loss_of(lambda x, scale: plain("layer_norm", x) * scale + scale), (0, 1))(*arrays)
     close(jax.device_get(results), jax.device_get(expected), atol=1e-4)
 
 
 def check_dropout(mesh: Mesh) -> None:
-    """However x is split, what is dropped follows from the number of a row among all."""
+    """Check that the same elements are dropped however x is split: they follow from a row's number among all."""
     x, weight = (jnp.asarray(numpy.random.default_rng(0).standard_normal(shape), "float32") for shape in ((8, 64), 64))
     seed = jnp.asarray([1, 2], "uint32")
 
@@ -230,9 +232,9 @@ def check_dropout(mesh: Mesh) -> None:
     expected = jax.tree.leaves(jax.jit(step)(x, weight, seed))
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
     with jax.set_mesh(mesh):
-        found = jax.tree.leaves(jax.jit(step)(split, weight, seed))
-    for one, other in zip(found, expected, strict=True):
-        numpy.testing.assert_allclose(numpy.asarray(one), numpy.asarray(other), rtol=1e-4, atol=1e-5)
+        actual = jax.tree.leaves(jax.jit(step)(split, weight, seed))
+    for array, expected_array in zip(actual, expected, strict=True):
+        numpy.testing.assert_allclose(numpy.asarray(array), numpy.asarray(expected_array), rtol=1e-4, atol=1e-5)
 
 
 def main(platform: str) -> None:
@@ -247,7 +249,7 @@ def main(platform: str) -> None:
     square = Mesh([devices[:2], devices[2:]] if len(devices) == DEVICES else [devices], ("data", "sequence"))
     check_sharded("layer_norm", square, PartitionSpec(("data", "sequence")))
     print("layer_norm: rows sharded over two axes of the mesh")
-    for (kind, mesh), granularity in ((item, one) for item in meshes.items() for one in GRANULARITIES):
+    for (kind, mesh), granularity in ((item, by) for item in meshes.items() for by in GRANULARITIES):
         check_float8(mesh, PartitionSpec("data"), granularity)
         print(f"FP8 output with scales by {granularity}: rows sharded, {kind} axes")
     for kind, mesh in meshes.items():

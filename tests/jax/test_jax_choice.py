@@ -1,4 +1,4 @@
-"""How kernels enter a jit: which way is chosen, what is said of it, and what a program for CUDA needs."""
+"""How kernels enter a jitted program: which way is chosen and why, and what a program for CUDA needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeGpu:
 
 @pytest.fixture
 def with_gpu(monkeypatch):
-    """JAX sees a GPU, whatever there is."""
+    """Pretend that JAX sees a GPU."""
     monkeypatch.setattr(choice, "gpu", lambda: FakeGpu)
     choice._probed.cache_clear()
     yield
@@ -58,7 +58,7 @@ def test_a_gpu_that_cupy_cannot_use(with_gpu, monkeypatch):
 
 
 def test_a_driver_too_old_for_the_ptx(with_gpu, with_cupy, monkeypatch):
-    """Both versions are named; the other way in is taken, unless PTX was asked for."""
+    """The message names both versions. The callback is taken, unless PTX was asked for."""
     pytest.importorskip("cupy")
     from cupy.cuda import runtime
     from cupy_backends.cuda.libs import nvrtc
@@ -77,7 +77,7 @@ def test_a_driver_too_old_for_the_ptx(with_gpu, with_cupy, monkeypatch):
 
 
 def test_a_probe_that_fails(with_gpu, monkeypatch):
-    """Here XLA has no GPU: what it says is the reason."""
+    """The reason says what went wrong in the probe."""
     monkeypatch.setattr(choice.compile, "why_ptx_is_too_new", lambda: "")
     monkeypatch.setattr(choice.jax, "default_device", lambda _: jax.ensure_compile_time_eval())
     monkeypatch.setattr(choice, "_double", lambda x: 3 * x)
@@ -117,7 +117,7 @@ def test_info_without_a_gpu_does_not_import_jax():
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_probe_runs():
-    """Unless the driver is too old for the PTX of this NVRTC, which is the only reason known."""
+    """The only reason known to take the callback is a driver too old for the PTX of this NVRTC."""
     chosen = choice.call("test")
     too_new = choice.compile.why_ptx_is_too_new()
     assert chosen == (("callback", too_new) if too_new else ("ptx", "a tiny kernel ran"))

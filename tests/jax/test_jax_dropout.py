@@ -1,4 +1,4 @@
-"""Dropout of JAX arrays: what NumPy's family drops, under every transformation."""
+"""Dropout of JAX arrays: the elements that are dropped are those of NumPy arrays, under every transformation."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_values_and_gradients_are_those_of_a_mask(device, shape):
     close(gradients(call, arrays, seed, cotangents), expected, 1e-3, 1e-4)
     close(jax.jit(lambda *all: gradients(call, *all))(arrays, seed, cotangents), expected, 1e-3, 1e-4)
     _, saved = cunorm.add_rms_norm.forward(*arrays, dropout_p=P, seed=seed)
-    found = cunorm.add_rms_norm.backward(saved, *cotangents)
-    close([*found.values()], expected[1], 1e-3, 1e-4)
+    actual = cunorm.add_rms_norm.backward(saved, *cotangents)
+    close([*actual.values()], expected[1], 1e-3, 1e-4)
     tangents = jax.jvp(lambda *arrays: call(*arrays, seed), arrays, arrays)[1]
     close(tangents, jax.jvp(lambda *arrays: masked(*arrays, seed), arrays, arrays)[1], 1e-3, 1e-4)
     again = jax.checkpoint(call)
@@ -72,13 +72,13 @@ def test_vmap_draws_of_each_sample_what_it_draws_alone(device):
     (x, residual, weight), seed, (dy, ds) = given(device, 3, 4, COLS)
     seeds = jnp.stack([seed, seed + 1, seed])
     for of_seed, axis in ((seed, None), (seeds, 0)):
-        found = jax.vmap(call, (0, 0, None, axis))(x, residual, weight, of_seed)
+        results = jax.vmap(call, (0, 0, None, axis))(x, residual, weight, of_seed)
         pulled = jax.vmap(
             lambda x, r, seed, dy, ds: gradients(call, (x, r, weight), seed, (dy, ds))[1][0], (0, 0, axis, 0, 0)
         )(x, residual, of_seed, dy, ds)
         for i in range(3):
             own = of_seed if axis is None else of_seed[i]
-            close([one[i] for one in found], [*call(x[i], residual[i], weight, own)])
+            close([result[i] for result in results], [*call(x[i], residual[i], weight, own)])
             _, (dx, *_) = gradients(call, (x[i], residual[i], weight), own, (dy[i], ds[i]))
             close(pulled[i], dx, 1e-3, 1e-4)
 
@@ -87,8 +87,8 @@ def test_numbers_are_those_of_numpy():
     from cunorm.jax.norm import philox
 
     for shape in ((3, 5, 19), (40, 64)):
-        found = philox.uniform(jnp.asarray(SEED), shape, "float32")
-        assert (numpy.asarray(found) == uniform(SEED.view("int64")[0], shape, numpy)).all()
+        numbers = philox.uniform(jnp.asarray(SEED), shape, "float32")
+        assert (numpy.asarray(numbers) == uniform(SEED.view("int64")[0], shape, numpy)).all()
 
 
 @pytest.mark.slow
@@ -101,8 +101,8 @@ def test_a_program_for_cuda_has_no_mask():
         return jax.vjp(lambda *arrays: call(*arrays, seed), x, residual, weight)[1]((x, residual))
 
     text = lowered(step, x, x, weight, seed)
-    assert [one.name for one in calls(text)][:1] == ["cunorm_forward"]
-    assert "cunorm_backward" in [one.name for one in calls(text)]
+    assert [launch.name for launch in calls(text)][:1] == ["cunorm_forward"]
+    assert "cunorm_backward" in [launch.name for launch in calls(text)]
     assert "i1>" not in text
     assert "stablehlo.rsqrt" not in text
 

@@ -1,4 +1,4 @@
-"""Bad input to the JAX adapter: TypeError or ValueError when the call is traced, never from inside XLA."""
+"""Bad input to the JAX adapter raises TypeError or ValueError when the call is traced, never inside XLA."""
 
 from __future__ import annotations
 
@@ -56,14 +56,11 @@ CALLS = [
 def test_arguments(device, function, what, options, error, phrase):
     x = random(3, COLS, device=device)
     jitted = jax.jit(lambda x: function(x, **options))
-    for run in (lambda: function(x, **options), lambda: jitted(x), lambda: of_cunorm(function)(x, **options)):
+    of_core = getattr(cunorm, function.__name__)
+    for run in (lambda: function(x, **options), lambda: jitted(x), lambda: of_core(x, **options)):
         with pytest.raises(error, match=phrase) as caught:
             run()
         assert str(caught.value).startswith(function.__name__)
-
-
-def of_cunorm(function):
-    return getattr(cunorm, function.__name__)
 
 
 @on_devices
@@ -109,7 +106,7 @@ def test_a_margin_wider_than_the_gpu():
 
 @pytest.mark.slow
 def test_the_adapter_imports_no_gpu_library():
-    """On a CPU it works without CuPy."""
+    """The adapter works on a CPU without CuPy."""
     program = (
         "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
         "import jax, jax.numpy as jnp, cunorm.jax\n"

@@ -1,4 +1,4 @@
-"""FP8 output of JAX arrays: the definition's bytes, by one kernel or jax.numpy, in programs and over devices."""
+"""FP8 output of JAX arrays: the bytes are those of the definition, whether a kernel or jax.numpy computes them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def host(array: jax.Array) -> numpy.ndarray:
-    """Bytes as test_float8.py has them."""
+    """Return a NumPy array; bytes are uint8, as test_float8.py wants them."""
     on_host = numpy.asarray(array)
     return on_host.view("uint8") if on_host.dtype.itemsize == 1 else on_host
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(same_bits(host(one), host(other)) for one, other in zip(a, b, strict=True))
+    return all(same_bits(host(first), host(second)) for first, second in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -40,15 +40,15 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (33, 1000), (5, 20000)])
 @pytest.mark.parametrize("op", OPS)
 def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
-    """float32 x: its y is what was rounded."""
+    """x is float32, so that y holds the exact values that were rounded to bytes."""
     x, _, weight, bias = map(to_jax, inputs(xp, rows, cols, "float32", weight="bfloat16"))
-    found, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
-    assert (found.dtype, found.device, y.dtype) == (FORMATS[dtype], x.device, x.dtype)
+    y_bytes, scale, y = float8(op, x, weight, bias, granularity=granularity, dtype=dtype)
+    assert (y_bytes.dtype, y_bytes.device, y.dtype) == (FORMATS[dtype], x.device, x.dtype)
     parameters = (weight, bias)[: 2 if op == "layer_norm" else 1]
     assert same([y], [getattr(cunorm, op)(x, None, *parameters)])
-    check(host(y), host(found), host(scale), granularity, dtype)
+    check(host(y), host(y_bytes), host(scale), granularity, dtype)
     again = getattr(cunorm.jax, f"{op}_fp8")(x, None, *parameters, granularity=granularity, dtype=FORMATS[dtype])
-    assert same(again, (found, scale))
+    assert same(again, (y_bytes, scale))
 
 
 @pytest.mark.gpu
@@ -60,15 +60,15 @@ def test_the_bits_are_those_of_the_core(cols, granularity):
     x, _, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32")
     core = float8("layer_norm", x, weight, bias, granularity=granularity)
     mine = float8("layer_norm", *map(to_jax, (x, weight, bias)), granularity=granularity)
-    if granularity == "tensor":  # the static bound is arithmetic of XLA's, which contracts multiply-adds
+    if granularity == "tensor":  # XLA computes the static bound, and contracts multiply-adds
         numpy.testing.assert_allclose(host(mine[1]), core[1].get(), rtol=2.0**-22)
         core = cunorm.layer_norm_fp8_forward(x, None, weight, bias, granularity="tensor", scale=from_jax(mine[1]))
-    assert same(mine, [one.get() for one in core])
+    assert same(mine, [array.get() for array in core])
 
 
 @pytest.mark.gpu
 def test_through_the_callback(monkeypatch):
-    """The other way into a program gives the same bits."""
+    """A launch by XLA's callback gives the same bits as one by its call of PTX."""
     x, weight = random(40, 1000, device="cuda", dtype="float16"), random(1000, device="cuda")
     by_ptx = float8("rms_norm", x, weight, eps=2e-5)
     monkeypatch.setenv("CUNORM_XLA_CALL", "callback")
@@ -78,36 +78,32 @@ def test_through_the_callback(monkeypatch):
     assert same(by_ptx, by_callback)
 
 
-def check_rounding(device: str, dtype: str) -> None:
-    """Every number of the format, every tie and its neighbours: y is the bias beside a weight of zeros."""
+@on_devices
+@pytest.mark.parametrize("dtype", TYPES)
+def test_to_the_nearest_and_of_two_to_the_even(device, dtype):
+    """The weight is zeros and the bias has every number of the format, every tie and its neighbours."""
     numbers = numpy.arange(128, dtype=numpy.uint8).view(TYPES[dtype]).astype("float32")
     numbers = numbers[numpy.isfinite(numbers)]
     values = numpy.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, numpy.float32([6e4, 3e38])])
     values = numpy.concatenate([values, *(numpy.nextafter(values, numpy.float32(to)) for to in (-1, 1e38))])
-    values = values[(values == 0) | (abs(values) > 2e-38)]  # XLA takes those below for zeros
+    values = values[(values == 0) | (abs(values) > 2e-38)]  # XLA flushes smaller ones to zero
     values = numpy.concatenate([values, -values[values != 0]])
     x, bias = random(2, len(values), device=device), jax.device_put(values, jax.devices(device)[0])
-    found, scale = cunorm.layer_norm_fp8(x, None, bias * 0, bias, granularity="tensor", scale=1.0, dtype=dtype)
-    check(numpy.stack([values, values]), host(found), host(scale), "tensor", dtype)
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", TYPES)
-def test_to_the_nearest_and_of_two_to_the_even(device, dtype):
-    check_rounding(device, dtype)
+    y_bytes, scale = cunorm.layer_norm_fp8(x, None, bias * 0, bias, granularity="tensor", scale=1.0, dtype=dtype)
+    check(numpy.stack([values, values]), host(y_bytes), host(scale), "tensor", dtype)
 
 
 @on_devices
 @pytest.mark.parametrize("granularity", ["row", 128])
 def test_rows_at_the_edges(device, granularity):
-    """Of zeros, of tiny numbers, and of what is not finite."""
+    """The rows hold zeros, tiny numbers, infinity and NaN."""
     x = numpy.ones((4, 1000), "float32")
     x[1], x[2, -1], x[3, 0] = 0, numpy.inf, numpy.nan
     x = jax.device_put(x, jax.devices(device)[0])
-    found, scale = map(host, cunorm.rms_norm_fp8(x, granularity=granularity))
+    y_bytes, scale = map(host, cunorm.rms_norm_fp8(x, granularity=granularity))
     scale = scale.reshape(4, -1)
     assert (scale[1] == 1).all()
-    assert not (found[1] & 0x7F).any()
+    assert not (y_bytes[1] & 0x7F).any()
     assert numpy.isnan(scale[2]).any()
     assert numpy.isnan(scale[3]).all()
     assert numpy.isfinite(scale[0]).all()
@@ -118,20 +114,20 @@ def test_rows_at_the_edges(device, granularity):
 @on_devices
 @pytest.mark.parametrize("as_array", [False, True])
 def test_a_scale_that_is_given(device, as_array):
-    """An array may differ from call to call of a program."""
+    """The scale is a number, or an array, which may change from call to call of a program."""
     x = random(9, 64, device=device)
     run = jax.jit(lambda x, scale: cunorm.layer_norm_fp8(x, granularity="tensor", scale=scale))
     for number in (0.02, 0.3):
         scale = jax.device_put(jnp.float32([number]), x.device)
-        found, used = run(x, scale) if as_array else cunorm.layer_norm_fp8(x, granularity="tensor", scale=number)
-        check(host(cunorm.layer_norm(x)), host(found), host(used), "tensor", "e4m3")
+        y_bytes, used = run(x, scale) if as_array else cunorm.layer_norm_fp8(x, granularity="tensor", scale=number)
+        check(host(cunorm.layer_norm(x)), host(y_bytes), host(used), "tensor", "e4m3")
         assert float(used) == numpy.float32(number)
 
 
 @on_devices
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_under_vmap(device, granularity):
-    """Of x the batch is rows; of other operands each sample is as it is alone."""
+    """A batch of x becomes more rows. With a batch of other operands, each sample is as it is alone."""
     x, weight, bias = (random(*shape, device=device) for shape in ((3, 5, 200), (3, 200), (200,)))
 
     def function(x, weight):
@@ -139,15 +135,16 @@ def test_under_vmap(device, granularity):
 
     for axes, given in (((0, None), (x, weight[0])), ((0, 0), (x, weight)), ((None, 0), (x[0], weight))):
         results = jax.vmap(function, axes)(*given)
-        for sample, (found, scale, y) in enumerate(zip(*map(host, results), strict=True)):
-            alone = function(*(one if axis is None else one[sample] for one, axis in zip(given, axes, strict=True)))
+        for sample, (y_bytes, scale, y) in enumerate(zip(*map(host, results), strict=True)):
+            own = [array if axis is None else array[sample] for array, axis in zip(given, axes, strict=True)]
+            alone = function(*own)
             numpy.testing.assert_allclose(y, alone[2], rtol=2e-6, atol=2e-6)
             numpy.testing.assert_allclose(scale, alone[1], rtol=2e-6)
-            check(y, found, scale, granularity, "e4m3")
-    found, _, y = jax.vmap(function, (1, None))(x, weight[0])
+            check(y, y_bytes, scale, granularity, "e4m3")
+    y_bytes, _, y = jax.vmap(function, (1, None))(x, weight[0])
     whole = function(x.swapaxes(0, 1), weight[0])
     numpy.testing.assert_allclose(y, whole[2], rtol=2e-6, atol=2e-6)
-    assert (host(found) != host(whole[0])).mean() < 0.01
+    assert (host(y_bytes) != host(whole[0])).mean() < 0.01
 
 
 @on_devices
@@ -155,8 +152,8 @@ def test_no_derivative(device):
     x, weight = random(3, 32, device=device), random(32, device=device)
 
     def loss(x, weight):
-        found, scale = cunorm.rms_norm_fp8(x, None, weight)
-        return (found.astype("float32") * scale[:, None]).sum() + x.sum()
+        y_bytes, scale = cunorm.rms_norm_fp8(x, None, weight)
+        return (y_bytes.astype("float32") * scale[:, None]).sum() + x.sum()
 
     for run in (jax.grad(loss), jax.grad(loss, 1), jax.jit(jax.grad(loss)), lambda *a: jax.jvp(loss, a, a)):
         with pytest.raises(ValueError, match=r"must not be differentiated.*stop_gradient"):
@@ -169,14 +166,14 @@ def test_any_number_of_axes(device):
     x, weight, bias = random(6, 60, device=device), random(60, device=device), random(60, device=device, seed=1)
     flat = cunorm.jax.layer_norm_fp8(x, None, weight, bias)
     shaped = x.reshape(2, 3, 5, 12), None, weight.reshape(5, 12), bias.reshape(5, 12)
-    found, scale = jax.jit(cunorm.jax.layer_norm_fp8)(*shaped)
-    assert (found.shape, scale.shape) == ((2, 3, 5, 12), (2, 3))
+    y_bytes, scale = jax.jit(cunorm.jax.layer_norm_fp8)(*shaped)
+    assert (y_bytes.shape, scale.shape) == ((2, 3, 5, 12), (2, 3))
     y = numpy.asarray(cunorm.layer_norm(*shaped))
     numpy.testing.assert_allclose(scale.reshape(6), flat[1], rtol=1e-6)
-    numpy.testing.assert_allclose(found.astype("float32") * scale[..., None, None], y, rtol=0.07, atol=0.01)
+    numpy.testing.assert_allclose(y_bytes.astype("float32") * scale[..., None, None], y, rtol=0.07, atol=0.01)
     assert cunorm.jax.layer_norm_fp8(x[0], None, weight, bias)[1].shape == ()
-    found, scale = cunorm.layer_norm_fp8(x[:0], None, weight, bias, granularity=128)
-    assert (found.shape, scale.shape) == ((0, 60), (0, 1))
+    y_bytes, scale = cunorm.layer_norm_fp8(x[:0], None, weight, bias, granularity=128)
+    assert (y_bytes.shape, scale.shape) == ((0, 60), (0, 1))
     assert isinstance(cunorm.jax.rms_norm_fp8(numpy.ones((2, 8), "float32"))[0], jax.Array)
 
 
@@ -217,7 +214,7 @@ COLUMNS = (33, 1024, 16384, 524296)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("cols", COLUMNS)
 def test_a_program_for_cuda_has_the_launch_of_the_plan(cols, granularity):
-    """And nothing of the formulas is left."""
+    """The program computes nothing else: no formula is left beside the launches."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     x, parameter = jax.ShapeDtypeStruct((300, cols), "bfloat16"), jax.ShapeDtypeStruct((cols,), "float32")
 
@@ -232,29 +229,29 @@ def test_a_program_for_cuda_has_the_launch_of_the_plan(cols, granularity):
     )
     steps = plan(problem, choice.for_xla(choice.device("test"))).steps
     expected = [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
-    assert [one[:4] for one in calls(text)] == expected
+    assert [launch[:4] for launch in calls(text)] == expected
     assert "stablehlo.rsqrt" not in text
     batched = lowered(jax.vmap(function, (0, None, None)), x.update(shape=(3, 100, cols)), parameter, parameter)
-    assert [one[:4] for one in calls(batched)] == expected
+    assert [launch[:4] for launch in calls(batched)] == expected
 
 
 @on_devices
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_of_a_sum(device, granularity):
-    """The bytes and scales of the norm of s, alone and under vmap."""
+    """The bytes and scales are those of the norm of s, alone and under vmap."""
     x, residual, weight = (random(*shape, device=device) for shape in ((6, 300), (6, 300), (300,)))
 
     def function(x, residual, weight):
         return cunorm.jax.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity)
 
-    found, scale, y, s = function(x, residual, weight)
+    y_bytes, scale, y, s = function(x, residual, weight)
     assert same([s, y], cunorm.jax.add_rms_norm(x, residual, weight)[::-1])
-    check(host(y), host(found), host(scale), granularity, "e4m3")
+    check(host(y), host(y_bytes), host(scale), granularity, "e4m3")
     batched = jax.vmap(function, (0, 0, None))(x.reshape(2, 3, 300), residual.reshape(2, 3, 300), weight)
-    assert same((batched[0].reshape(6, 300), batched[3].reshape(6, 300)), (found, s))
+    assert same((batched[0].reshape(6, 300), batched[3].reshape(6, 300)), (y_bytes, s))
     weights = jnp.stack([weight, weight])
     for sample in jax.vmap(function, (None, None, 0))(x, residual, weights)[0]:
-        assert (host(sample) != host(found)).mean() < 1e-2
+        assert (host(sample) != host(y_bytes)).mean() < 1e-2
     with pytest.raises(ValueError, match="must not be differentiated"):
         jax.grad(lambda x: function(x, residual, weight)[1].sum())(x)
 
@@ -263,6 +260,6 @@ def test_of_a_sum(device, granularity):
 def test_of_an_object(device):
     x, scale = random(2, 5, 300, device=device), random(2, 1, 300, device=device)
     epilogue = {"epilogue": lambda xhat, scale, shift: xhat * (1 + scale) + shift}
-    found, scales, y = cunorm.fuse("layer_norm", **epilogue).fp8_forward(x, scale=scale, shift=0.5)
+    y_bytes, scales, y = cunorm.fuse("layer_norm", **epilogue).fp8_forward(x, scale=scale, shift=0.5)
     assert scales.shape == (2, 5)
-    check(host(y).reshape(10, 300), host(found).reshape(10, 300), host(scales), "row", "e4m3")
+    check(host(y).reshape(10, 300), host(y_bytes).reshape(10, 300), host(scales), "row", "e4m3")

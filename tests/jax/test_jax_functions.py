@@ -1,4 +1,4 @@
-"""cunorm.jax.layer_norm and rms_norm: values and gradients, dtypes, shapes; cunorm's own functions on JAX arrays."""
+"""cunorm.jax.layer_norm and rms_norm, and cunorm's own functions on JAX arrays: values, gradients, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cunorm.jax.norm.functional import norm  # noqa: E402
 
 COLS = 96
 
-# The formulas are the same for all shapes: on the CPU a few will do.
+# On the CPU the formulas are the same for all shapes, so a few shapes are enough.
 CPU_SHAPES = ((70, 33), (0, 128), (3, 2), (8, 8191), (1, 600001))
 CPU_CASES = [
     pytest.param("host", rows, cols, dtype, id=f"cpu-{rows}x{cols}-{dtype}")
@@ -36,7 +36,7 @@ CPU_CASES = [
 
 @pytest.fixture(autouse=True)
 def x64(request):
-    """float64 arrays need it; the other tests run as most programs do."""
+    """Enable 64-bit numbers only for tests of float64; the others run as most programs do."""
     arguments = getattr(request.node, "callspec", None)
     wanted = arguments is not None and "float64" in map(str, arguments.params.values())
     with jax.enable_x64(wanted):
@@ -51,7 +51,7 @@ def call(op, x, weight=None, bias=None, eps=None, zero_centered_gamma=False, dty
 
 
 def plain(op, x, weight=None, bias=None, eps=None):
-    """The definition, in jax.numpy."""
+    """Compute the definition in jax.numpy."""
     mean = x.mean(-1, keepdims=True) if op == "layer_norm" else 0
     y = (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + (EPS[op] if eps is None else eps))
     y = y if weight is None else y * weight
@@ -59,7 +59,7 @@ def plain(op, x, weight=None, bias=None, eps=None):
 
 
 def y_and_gradients(op, x, dy, weight, bias, **options):
-    """(y, y of a call without gradient, (dx, dweight, dbias)); rms_norm has no dbias."""
+    """Return (y, y of a call without gradient, (dx, dweight, dbias)); for rms_norm dbias is None."""
 
     @jax.jit
     def run(x, dy, *parameters):
@@ -77,7 +77,7 @@ def y_and_gradients(op, x, dy, weight, bias, **options):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), [*CPU_CASES, *adapter_cases()], indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
-    """The case table of the core, forward and backward; a call without gradient gives the same bits."""
+    """Both passes are right in every shape, and a call without gradient gives the same bits."""
     x, dy, weight, bias = inputs(xp, rows, cols, dtype)
     y, without, gradients = y_and_gradients(op, x, dy, weight, bias)
     assert same_bits(y, without)
@@ -102,7 +102,7 @@ def test_rows_far_from_zero(xp, op, offset, cols, dtype):
 
 @on_devices
 def test_a_million_standard_deviations_from_zero(device):
-    """The fast variance, E[x²] - E[x]², is nothing but noise here."""
+    """The fast variance, E[x²] - E[x]², would be only noise here."""
     x = random(4, COLS, device=device) + 1e6
     wide = numpy.asarray(x, numpy.float64)
     expected = (wide - wide.mean(-1, keepdims=True)) / numpy.sqrt(wide.var(-1, keepdims=True) + 1e-5)
@@ -114,7 +114,7 @@ def test_a_million_standard_deviations_from_zero(device):
 @pytest.mark.parametrize("cols", [7, 1000, 8191, 16384, 50257])
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
-    """The text differs, with rows and eps in it, and XLA launches; the plan, and so the arithmetic, is the same."""
+    """XLA launches a kernel whose text has rows and eps in it, but the plan and so the arithmetic are the same."""
     import cupy
 
     x, dy, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32")
@@ -122,14 +122,14 @@ def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
     y, _, gradients = y_and_gradients(op, x, dy, weight, bias, **option)
     core = forward(op, x, weight, bias, **option)
     assert same_bits(y, core[0])
-    for mine, its in zip(gradients, backward(op, dy, x, *core[1:], weight, **option), strict=True):
-        assert same_bits(mine, its)
+    for mine, of_core in zip(gradients, backward(op, dy, x, *core[1:], weight, **option), strict=True):
+        assert same_bits(mine, of_core)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_through_the_callback(op, monkeypatch):
-    """The other way into a program gives the same bits."""
+    """A launch by XLA's callback gives the same bits as one by its call of PTX."""
     import cupy
 
     x, dy, weight, bias = inputs(cupy, 40, 1000, "bfloat16", weight="float32")
@@ -142,7 +142,7 @@ def test_through_the_callback(op, monkeypatch):
         assert same_bits(a, b)
 
 
-# On the CPU each dtype once, with a weight of another.
+# On the CPU each dtype is taken once, with a weight of another dtype.
 MIXED = [
     *(("cpu", dtype, DTYPES[i - 1]) for i, dtype in enumerate(DTYPES)),
     *(pytest.param("cuda", *dtypes, marks=pytest.mark.gpu) for dtypes in itertools.product(DTYPES, DTYPES)),
@@ -152,7 +152,7 @@ MIXED = [
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("device", "dtype", "weight_dtype"), MIXED)
 def test_mixed_dtypes(device, op, dtype, weight_dtype):
-    """y and dx in the dtype of x, the gradients of weight and bias in theirs."""
+    """y and dx have the dtype of x, and the gradients of weight and bias have theirs."""
     bias_dtype = DTYPES[DTYPES.index(weight_dtype) - 1]
     with jax.enable_x64(True):
         x, dy = (random(6, COLS, device=device, seed=i).astype(dtype) for i in range(2))
@@ -251,7 +251,7 @@ def test_any_number_of_trailing_axes(device, shape, axes):
 
 @on_devices
 def test_one_array_in_several_places(device):
-    """XLA may tell the same buffer twice, or once."""
+    """Where weight and bias are one array, XLA may pass the buffer once or twice."""
     x, weight = random(6, COLS, device=device), random(COLS, device=device)
     close(jax.jit(lambda x, w: layer_norm(x, None, w, w))(x, weight), plain("layer_norm", x, weight, weight))
 
@@ -264,7 +264,7 @@ def test_one_array_in_several_places(device):
 @on_devices
 @pytest.mark.slow
 def test_slices_and_transposes(device):
-    """Of what XLA hands over the kernels see dense rows, wherever they come from."""
+    """Kernels get dense rows from XLA, however x was sliced or transposed."""
     x = random(7, 6, 2 * COLS + 1, device=device)
     views = {
         "rows": lambda x: x[1:, :, :COLS],
@@ -289,12 +289,12 @@ def test_functions_of_cunorm(device, op):
     x, dy = (random(4, 5, COLS, device=device, seed=i) for i in range(2))
     weight, bias = random(COLS, device=device), random(COLS, device=device, seed=1)
     y, mean, rstd = forward(op, x, weight, bias)
-    _, dx_and_more = y, backward(op, dy, x, mean, rstd, weight)
+    gradients = backward(op, dy, x, mean, rstd, weight)
     expected, pull = jax.vjp(lambda *a: plain(op, *a), x, weight, bias)
     close(y, expected)
     assert rstd.shape == (4, 5)
-    for mine, its in zip(dx_and_more, pull(dy)[: 3 if op == "layer_norm" else 2], strict=False):
-        close(mine, its)
+    for mine, gradient in zip(gradients, pull(dy)[: 3 if op == "layer_norm" else 2], strict=False):
+        close(mine, gradient)
     alone = cunorm.layer_norm if op == "layer_norm" else cunorm.rms_norm
     arguments = (x, None, weight, bias) if op == "layer_norm" else (x, None, weight)
     close(jax.jit(lambda *a: alone(a[0], None, *a[1:]))(x, *arguments[2:]), y, 0, 0)
@@ -303,7 +303,7 @@ def test_functions_of_cunorm(device, op):
     statistics = (mean, rstd) if op == "layer_norm" else (rstd,)
     only = function(dy, x, *statistics, weight, output_mask=mask)
     assert [g is not None for g in only] == list(mask)
-    close(only[1], dx_and_more[1], 1e-6, 1e-6)
+    close(only[1], gradients[1], 1e-6, 1e-6)
     of_statistics = jax.grad(lambda x: jnp.sin(forward(op, x, weight, bias)[2]).sum())(x)
     centred = (lambda x: x - x.mean(-1, keepdims=True)) if op == "layer_norm" else (lambda x: x)
     close(

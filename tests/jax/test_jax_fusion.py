@@ -1,6 +1,4 @@
-"""Fused operations of JAX arrays: the values and gradients of NumPy's family, under every transformation, one kernel a
-pass on CUDA.
-"""
+"""Fused operations of JAX arrays have the values and gradients of NumPy arrays, and one kernel for a pass on CUDA."""
 
 from __future__ import annotations
 
@@ -31,26 +29,27 @@ COLS = 96
 
 
 def put(tree: Any, device: str) -> Any:
-    """Arrays of it; numbers stay."""
+    """Put the NumPy arrays of a tree on a device. Numbers stay."""
     to = jax.devices(device)[0]
-    return jax.tree.map(lambda one: jax.device_put(one, to) if isinstance(one, numpy.ndarray) else one, tree)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, to) if isinstance(leaf, numpy.ndarray) else leaf, tree)
 
 
 def as_arrays(made: Made) -> dict[str, Any]:
-    """The operands, numbers too, as arrays that can be differentiated."""
-    return {name: jnp.asarray(one, "float32") if isinstance(one, float) else one for name, one in made.operands.items()}
+    """Return the operands, with numbers as arrays, which can be differentiated."""
+    numbers = {name: jnp.asarray(value, "float32") for name, value in made.operands.items() if isinstance(value, float)}
+    return made.operands | numbers
 
 
-def near(found: Any, expected: numpy.ndarray, dtype: str) -> None:
-    """Up to a few roundings of its dtype or that of x, and of float32 of the largest number."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    coarse = max(float(jnp.finfo(kind).eps) for kind in (found.dtype, dtype))
-    found, expected = (numpy.asarray(one, "float64") for one in (found, expected))
+def near(actual: Any, expected: numpy.ndarray, dtype: str) -> None:
+    """Check the error, which may be a few roundings of the dtypes of `actual` and x, and of float32 of the largest."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    coarse = max(float(jnp.finfo(kind).eps) for kind in (actual.dtype, dtype))
+    actual, expected = (numpy.asarray(array, "float64") for array in (actual, expected))
     atol = 64 * 2.0**-23 * max(1, abs(expected).max(initial=0))
-    numpy.testing.assert_allclose(found, expected, rtol=4 * coarse, atol=atol)
+    numpy.testing.assert_allclose(actual, expected, rtol=4 * coarse, atol=atol)
 
 
-# In 16 bits each norm, with each kind of operand: matrices, vectors, vectors for groups, numbers, per-row scalars.
+# These have each norm and each kind of operand: matrices, vectors, vectors for groups, numbers, per-row scalars.
 IN_16_BITS = ("add_layer_norm", "add_rms_norm", "gate", "poles", "samples", "heads", "numbers of rows", "stream")
 
 
@@ -59,25 +58,25 @@ IN_16_BITS = ("add_layer_norm", "add_rms_norm", "gate", "poles", "samples", "hea
     ("name", "dtype"), [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in IN_16_BITS)]
 )
 def test_results_and_gradients(device, name, dtype):
-    """By forward and backward, and by JAX's own differentiation, as NumPy's family has them."""
+    """The gradients of `backward` and of JAX's differentiation are those of NumPy arrays."""
     case = CASES[name]
     made = make(case, (2, 5, COLS), dtype)
     results, saved = case.op.forward(made.x, **made.operands, eps=EPS)
     in_order = results if len(case.op.operation.returns) > 1 else (results,)
-    cotangents = tuple(one.astype(of.dtype) for one, of in zip(made.gradients, in_order, strict=True))
+    cotangents = tuple(gradient.astype(result.dtype) for gradient, result in zip(made.gradients, in_order, strict=True))
     expected = case.op.backward(saved, *cotangents)
-    x, operands, gradients = (put(one, device) for one in (made.x, made.operands, cotangents))
+    x, operands, gradients = (put(tree, device) for tree in (made.x, made.operands, cotangents))
     mine, mine_saved = case.op.forward(x, **operands, eps=EPS)
-    for found, one in zip(jax.tree.leaves(mine), jax.tree.leaves(results), strict=True):
-        near(found, one, dtype)
+    for actual, expected_result in zip(jax.tree.leaves(mine), jax.tree.leaves(results), strict=True):
+        near(actual, expected_result, dtype)
     explicit = case.op.backward(mine_saved, *gradients)
     _, pull = jax.vjp(lambda x, operands: case.op(x, **operands, eps=EPS), x, as_arrays(Made(x, operands, gradients)))
     dx, by_jax = pull(gradients if len(gradients) > 1 else gradients[0])
-    for of, one in expected.items():
-        if dtype == "bfloat16" and name in ("poles", "both"):
-            continue  # s is rounded: an ulp of it is amplified
-        near(explicit[of], one, dtype)
-        near(dx if of == "x" else by_jax[of], one, dtype)
+    for operand, gradient in expected.items():
+        if (name, dtype) == ("poles", "bfloat16"):
+            continue  # s is rounded, and the functions amplify an ulp of it
+        near(explicit[operand], gradient, dtype)
+        near(dx if operand == "x" else by_jax[operand], gradient, dtype)
 
 
 @pytest.mark.gpu
@@ -89,27 +88,27 @@ def test_the_bits_are_those_of_the_core(name, cols):
     case = CASES[name]
     made = make(case, (9, cols), "float16")
     x, operands, gradients = (
-        jax.tree.map(lambda one: cupy.asarray(one) if hasattr(one, "shape") else one, part) for part in made
+        jax.tree.map(lambda leaf: cupy.asarray(leaf) if hasattr(leaf, "shape") else leaf, part) for part in made
     )
-    # A number is an array without axes here, since one that stands in the program is no run-time argument as the core's
-    # is. Kernels take such an array as a vector for all rows, so the core is given that.
+    # A Python number would stand in the text of JAX's kernel, while the core passes it at run time. So it is an array
+    # without axes here. Kernels take such an array as a vector for all rows, and the core gets that vector.
     operands |= {name: cupy.full(cols, made.operands[name], "float32") for name in case.numbers}
     core, saved = case.op.forward(x, **operands, eps=EPS)
     of_core = case.op.backward(saved, *gradients)
     x, operands, gradients = (put(part, "cuda") for part in made._replace(operands=as_arrays(made)))
     mine, saved = case.op.forward(x, **operands, eps=EPS)
-    for found, one in zip(jax.tree.leaves(mine), jax.tree.leaves(core), strict=True):
-        assert same_bits(from_jax(found), one)
-    for of, one in case.op.backward(saved, *gradients).items():
-        if of in case.numbers:  # the sum of its columns is JAX's own
-            near(one, of_core[of].get().sum(dtype="float64").astype("float32"), "float16")
+    for actual, expected in zip(jax.tree.leaves(mine), jax.tree.leaves(core), strict=True):
+        assert same_bits(from_jax(actual), expected)
+    for operand, gradient in case.op.backward(saved, *gradients).items():
+        if operand in case.numbers:  # JAX sums the columns of the vector itself
+            near(gradient, of_core[operand].get().sum(dtype="float64").astype("float32"), "float16")
         else:
-            assert same_bits(from_jax(one), of_core[of]), of
+            assert same_bits(from_jax(gradient), of_core[operand]), operand
 
 
 @pytest.mark.gpu
 def test_through_the_callback(monkeypatch):
-    """The other way into a program gives the same bits."""
+    """A launch by XLA's callback gives the same bits as one by its call of PTX."""
     arrays = arguments("cuda", 40, cols=1000)
     by_ptx = gradient(named)(*arrays)
     monkeypatch.setenv("CUNORM_XLA_CALL", "callback")
@@ -120,7 +119,7 @@ def test_through_the_callback(monkeypatch):
 
 
 def definition(x, residual, weight, bias=None):
-    """add_layer_norm of float32 and add_rms_norm (without bias) in jax.numpy."""
+    """Compute add_layer_norm, or add_rms_norm if there is no bias, in jax.numpy in float32."""
     s = x + residual
     centred = s if bias is None else s - s.mean(-1, keepdims=True)
     y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPS) * weight
@@ -158,7 +157,7 @@ def arguments(device, *leading, cols=12):
 @pytest.mark.slow
 @on_devices
 def test_derivatives(device):
-    """Of both results or one of them, in both modes and twice."""
+    """Derivatives of both results or one, in reverse and forward mode, and second derivatives are right."""
     arrays = arguments(device, 2, 3)
     for some in (arrays, arrays[:3]):
         alike(gradient, *some)
@@ -174,7 +173,7 @@ def test_derivatives(device):
 @pytest.mark.slow
 @on_devices
 def test_in_shard_map(device):
-    """Of both results and of each, on one device; of several: test_jax_sharding.py."""
+    """Gradients of both results and of each are right on one device. For several, see test_jax_sharding.py."""
     mesh = jax.sharding.Mesh(jax.devices(device)[:1], ("data",))
     data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     arrays = arguments(device, 4)
@@ -183,8 +182,8 @@ def test_in_shard_map(device):
         return jax.shard_map(function, mesh=mesh, in_specs=(data, data, whole, whole), out_specs=(data, data))
 
     for part in (loss, lambda f: lambda *a: jnp.sin(f(*a)[0]).sum(), lambda f: lambda *a: jnp.sin(f(*a)[1]).sum()):
-        found = jax.jit(jax.grad(part(mapped(named)), (0, 2)))(*arrays)
-        close(found, jax.grad(part(definition), (0, 2))(*arrays), 1e-3, 1e-4)
+        gradients = jax.jit(jax.grad(part(mapped(named)), (0, 2)))(*arrays)
+        close(gradients, jax.grad(part(definition), (0, 2))(*arrays), 1e-3, 1e-4)
 
 
 @on_devices
@@ -198,7 +197,7 @@ def test_vmap_of_any_argument(device, mapped):
     alike(lambda f: gradient(jax.vmap(f, axes)), *batched)
 
 
-# Of x (3, 4, 48): vectors for samples, for heads, for both; numbers for rows and for samples; groups of two sorts.
+# For x of shape (3, 4, 48): vectors for samples and for heads, numbers for rows and for samples, groups of two sorts.
 GROUPS = [
     {"scale": (3, 1, 48), "shift": (3, 1, 48)},
     {"scale": (4, 48), "shift": (48,)},
@@ -212,7 +211,7 @@ GROUPS = [
 @on_devices
 @pytest.mark.parametrize("shapes", GROUPS)
 def test_operands_for_groups_of_rows(device, shapes):
-    """By forward and backward and by JAX, as NumPy's family has them; and under vmap."""
+    """The gradients of `backward`, of JAX's differentiation and under vmap are those of NumPy arrays."""
     op = cunorm.fuse(
         "layer_norm",
         prologue=lambda x, residual, shift: x + residual * shift,
@@ -233,19 +232,19 @@ def test_operands_for_groups_of_rows(device, shapes):
     expected = jax.tree.map(jnp.asarray, expected)
     close(op.backward(saved, dy, ds), expected, 1e-3, 1e-4)
     close(jax.jit(gradients)(x, operands, dy, ds), expected, 1e-3, 1e-4)
-    # A batch of operands, and of everything.
-    twice = jax.tree.map(lambda one: jnp.stack([one, one * 2], 1), operands)
-    by_two = jax.tree.map(lambda one: jnp.stack([one, one]), (x, dy, ds))
+    # First only the operands have a batch axis, then everything has one.
+    twice = jax.tree.map(lambda operand: jnp.stack([operand, operand * 2], 1), operands)
+    by_two = jax.tree.map(lambda array: jnp.stack([array, array]), (x, dy, ds))
     for axes, x_, dy_, ds_ in ((None, x, dy, ds), (0, *by_two)):
         mapped = jax.vmap(gradients, (axes, 1, axes, axes))(x_, twice, dy_, ds_)
-        close(jax.tree.map(lambda one: one[0], mapped), expected, 1e-3, 1e-4)
-        of_second = gradients(x, jax.tree.map(lambda one: one * 2, operands), dy, ds)
-        close(jax.tree.map(lambda one: one[1], mapped), of_second, 1e-3, 1e-4)
+        close(jax.tree.map(lambda batch: batch[0], mapped), expected, 1e-3, 1e-4)
+        of_second = gradients(x, jax.tree.map(lambda operand: operand * 2, operands), dy, ds)
+        close(jax.tree.map(lambda batch: batch[1], mapped), of_second, 1e-3, 1e-4)
 
 
 @pytest.mark.slow
 def test_vectors_for_groups_are_not_spread_over_their_rows():
-    """Neither those of a call nor those that vmap brings."""
+    """Vectors of a call, and those that vmap makes, stay vectors in the program."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
     x, vector = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 100, 1024), (3, 1, 1024)))
@@ -258,14 +257,14 @@ def test_vectors_for_groups_are_not_spread_over_their_rows():
 
     of_each = jax.ShapeDtypeStruct((3, 1024), "bfloat16")
     for text in (lowered(both(function), x, vector, vector), lowered(jax.vmap(both(function)), x, of_each, of_each)):
-        assert [one.name for one in calls(text)][:2] == ["cunorm_forward", "cunorm_backward"]
+        assert [launch.name for launch in calls(text)][:2] == ["cunorm_forward", "cunorm_backward"]
         assert "tensor<3x100x1024xf32>" not in text
         assert "stablehlo.rsqrt" not in text
 
 
 @on_devices
 def test_statistics_are_of_the_rounded_sum(device):
-    """y has what the norm of s has."""
+    """y is the norm of s as rounded."""
     x, residual = (random(40, COLS, device=device, seed=i).astype("bfloat16") * 100 for i in range(2))
     y, s = jax.jit(cunorm.jax.add_layer_norm)(x, residual)
     assert (s == x + residual).all()
@@ -278,27 +277,27 @@ def test_named_functions_forward_and_backward(device):
     x, residual, weight, bias = arrays.x, *(arrays.operands[name] for name in ("residual", "weight", "bias"))
     for options in ({}, {"zero_centered_gamma": True}):
         expected, saved = cunorm.add_layer_norm.forward(x, residual, weight, bias, **options)
-        given = [put(one, device) for one in (x, residual, weight, bias)]
+        given = [put(array, device) for array in (x, residual, weight, bias)]
         mine, of_mine = cunorm.jax.add_layer_norm.forward(*given, **options)
         close([*mine], [*map(jnp.asarray, expected)], 1e-5, 1e-5)
         close([*of_mine.statistics.values()], [*map(jnp.asarray, saved.statistics.values())], 1e-5, 1e-5)
         gradients = cunorm.add_layer_norm.backward(saved, *arrays.gradients)
-        found = cunorm.jax.add_layer_norm.backward(of_mine, *put(arrays.gradients, device))
-        assert list(found) == list(gradients)
-        close([*found.values()], [*map(jnp.asarray, gradients.values())], 1e-4, 1e-4)
+        actual = cunorm.jax.add_layer_norm.backward(of_mine, *put(arrays.gradients, device))
+        assert list(actual) == list(gradients)
+        close([*actual.values()], [*map(jnp.asarray, gradients.values())], 1e-4, 1e-4)
     (_, s), saved = cunorm.jax.add_rms_norm.forward(put(x, device), put(residual, device))
-    found = cunorm.jax.add_rms_norm.backward(saved, None, s, wanted=["x"])
-    assert list(found) == ["x"]
-    numpy.testing.assert_array_equal(found["x"], s)
+    actual = cunorm.jax.add_rms_norm.backward(saved, None, s, wanted=["x"])
+    assert list(actual) == ["x"]
+    numpy.testing.assert_array_equal(actual["x"], s)
 
 
 @on_devices
 @pytest.mark.parametrize("name", ["modulated", "gated", "gate added"])
 def test_named_functions_of_vectors_and_gates(device, name):
-    """What shapes them happens before a trace, and derivatives go back through it."""
+    """Operands are reshaped before the trace, and derivatives go back through that."""
     x, other, dy = (random(2, 3, COLS, device=device, seed=i) for i in range(3))
     vectors, weight = [random(2, COLS, device=device, seed=i) for i in range(3)], random(COLS, device=device)
-    groups = {"group_size": COLS // 3} if COLS % 3 == 0 else {}
+    groups = {"group_size": COLS // 3}
     call, given = {
         "modulated": (cunorm.jax.layer_norm_modulate, (x, *vectors[:2], weight, weight)),
         "gated": (partial(cunorm.jax.rms_norm_gated, **groups), (x, other, weight)),
@@ -313,13 +312,13 @@ def test_named_functions_of_vectors_and_gates(device, name):
     close([*(mine if isinstance(mine, tuple) else (mine,))], [*map(jnp.asarray, results)], 1e-4, 1e-4)
     gradients = pull((dy,) * len(results) if isinstance(mine, tuple) else dy)
     names = [*inspect.signature(of_core).parameters][: len(given)]
-    for one, gradient in zip(names, gradients, strict=True):
-        close([gradient], [jnp.asarray(expected[one])], 1e-3, 1e-3)
+    for operand, gradient in zip(names, gradients, strict=True):
+        close([gradient], [jnp.asarray(expected[operand])], 1e-3, 1e-3)
 
 
 @on_devices
 def test_a_norm_before_and_after_a_sum(device):
-    """The function of JAX, and its `forward` and `backward`, have what NumPy's family has."""
+    """The function of JAX, and its `forward` and `backward`, give what those of NumPy arrays give."""
     x, residual, dy, ds = (random(5, COLS, device=device, seed=i) for i in range(4))
     weight, second = (random(COLS, device=device, seed=i) for i in range(2))
     given = x, residual, weight, second
@@ -331,8 +330,8 @@ def test_a_norm_before_and_after_a_sum(device):
     close([*pull((dy, ds))], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
     mine, saved = cunorm.jax.rms_norm_add_rms_norm.forward(*given)
     close([*mine], [*map(jnp.asarray, kept)])
-    found = cunorm.jax.rms_norm_add_rms_norm.backward(saved, dy, ds)
-    close([*found.values()], [*map(jnp.asarray, of_saved.values())], 1e-3, 1e-4)
+    actual = cunorm.jax.rms_norm_add_rms_norm.backward(saved, dy, ds)
+    close([*actual.values()], [*map(jnp.asarray, of_saved.values())], 1e-3, 1e-4)
 
 
 @on_devices
@@ -346,8 +345,8 @@ def test_numbers(device):
     for number in (0.3, 0.7):
         close(run(x, number), number / 0.3 * (expected - 2) + 2)
     scale = jnp.asarray(0.3, "bfloat16")
-    found = jax.grad(lambda scale: op(x, scale=scale, shift=jnp.float32(2)).sum())(scale)
-    close(found, cunorm.rms_norm(x).sum().astype("bfloat16"), 1e-2, 1e-2)
+    gradient = jax.grad(lambda scale: op(x, scale=scale, shift=jnp.float32(2)).sum())(scale)
+    close(gradient, cunorm.rms_norm(x).sum().astype("bfloat16"), 1e-2, 1e-2)
     with pytest.raises(TypeError, match="shift must be an array or a number; got bool"):
         op(x, scale=scale, shift=True)
 
@@ -394,7 +393,7 @@ def expected_launches(problem):
 @pytest.mark.parametrize("wanted", [("dx", "dweight"), ("dx",)])
 @pytest.mark.parametrize("cols", [33, 4096, 65536])
 def test_a_program_for_cuda_has_the_launches_of_the_plan(cols, wanted):
-    """One gradient for x and residual; the backward pass reads neither; of the formulas nothing is left."""
+    """x and residual share a gradient, and the backward pass reads neither. The program computes nothing else."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     rows = jax.ShapeDtypeStruct((3000, cols), "bfloat16")
     weight = jax.ShapeDtypeStruct((cols,), "float32")
@@ -414,11 +413,11 @@ def test_a_program_for_cuda_has_the_launches_of_the_plan(cols, wanted):
     backward = backward_problem(
         operation, 3000, cols, {n: d for n, d in dtypes.items() if n != "y"}, names, kinds=kinds
     )
-    found = calls(text)
-    assert [one[:4] for one in found] == expected_launches(forward) + expected_launches(backward)
+    launches = calls(text)
+    assert [launch[:4] for launch in launches] == expected_launches(forward) + expected_launches(backward)
     assert "stablehlo.rsqrt" not in text
     read = ("dy", "ds", "s", "weight", "rstd")
-    assert found[1].ptx.count(".param .u64") == len(read) + 1 + ("dweight" in wanted)
+    assert launches[1].ptx.count(".param .u64") == len(read) + 1 + ("dweight" in wanted)
     mapped = lowered(jax.vmap(cunorm.jax.add_rms_norm), *[jax.ShapeDtypeStruct((20, 100, cols), "bfloat16")] * 2)
     assert len(calls(mapped)) == 1
 
@@ -427,6 +426,6 @@ def test_a_number_stands_in_the_text():
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
     op = cunorm.fuse("rms_norm", epilogue=lambda xhat, scale: xhat * scale)
     x = jax.ShapeDtypeStruct((300, COLS), "float32")
-    (one,), (other,) = (calls(lowered(lambda x, n=n: op(x, scale=n), x)) for n in (0.3, 0.7))
-    assert one.ptx.count(".param .u64") == 2
-    assert one.ptx != other.ptx
+    (first,), (second,) = (calls(lowered(lambda x, n=n: op(x, scale=n), x)) for n in (0.3, 0.7))
+    assert first.ptx.count(".param .u64") == 2
+    assert first.ptx != second.ptx

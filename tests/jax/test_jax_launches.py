@@ -1,4 +1,4 @@
-"""The launches of a program for CUDA, run on the CPU as XLA runs them: what a call writes are buffers of its own."""
+"""The launches of a program for CUDA, run on the stand-in as XLA runs them: each call writes buffers of its own."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def run(
     wanted: dict[str, numpy.ndarray],
     numbers: dict[str, float] | None = None,
 ) -> None:
-    """Fills `wanted`. A buffer holds nothing before a call has it among its results, then what that call wrote."""
+    """Run all launches and fill `wanted`. A buffer holds nothing before the call that writes it."""
     buffers: dict[str, Any] = dict(given)
     empty = wanted | {WORKSPACE: numpy.empty(solution.workspace, "uint8")}
-    for one in xla_call.launches(solution, {"eps": EPS[op]} | (numbers or {}), tuple(wanted)):
-        results = {name: unwritten(empty[name].shape, empty[name].dtype) for name in one.writes}
-        with memory({name: buffers[name] for name in one.reads} | results) as pointers:
-            write, launch = Machine().prepare(one.step, one.baked)
+    for call in xla_call.launches(solution, {"eps": EPS[op]} | (numbers or {}), tuple(wanted)):
+        results = {name: unwritten(empty[name].shape, empty[name].dtype) for name in call.writes}
+        with memory({name: buffers[name] for name in call.reads} | results) as pointers:
+            write, launch = Machine().prepare(call.step, call.baked)
             write(*pointers.values())
-            read = {name: buffers[name].tobytes() for name in one.reads}
+            read = {name: buffers[name].tobytes() for name in call.reads}
             launch(0)
-        assert {name: buffers[name].tobytes() for name in one.reads} == read, "what a call reads is the program's"
+        assert {name: buffers[name].tobytes() for name in call.reads} == read, "what a call reads is the program's"
         buffers |= results
     for name, result in wanted.items():
         result[...] = buffers[name]
@@ -99,7 +99,7 @@ def test_backward(shape, wanted):
 
 @pytest.mark.parametrize("granularity", ["row", 128, "tensor"])
 def test_y_in_8_bits(granularity):
-    """Without y itself beside it, of which the pointer is null."""
+    """The kernel writes the bytes alone; the pointer of y is null."""
     rows, cols = 9, 1000
     x, _, weight, bias = inputs(numpy, rows, cols, "bfloat16")
     dtypes = ("bfloat16",) * 3
@@ -119,7 +119,7 @@ def test_y_in_8_bits(granularity):
     ("rows", "residual", "weight", "factor"), [(9, "residual", "weight", "factor"), (90, "x_dot", "workspace", "x_gap")]
 )
 def test_a_fused_operation(rows, residual, weight, factor):
-    """A number stands in the text; s is written beside y and read again, with its own gradient, where x is not."""
+    """A number stands in the text. Forward writes s beside y, and backward reads s and its gradient, but not x."""
     cols, names = 1000, (residual, weight, factor)
     before = parse(f"x + {factor} * {residual}", ("x", residual, factor))
     op = Fused(
@@ -138,22 +138,22 @@ def test_a_fused_operation(rows, residual, weight, factor):
     forward = plan(forward_problem(op.operation, rows, cols, dtypes, kinds=kinds), MANY_SMS)
     results = {"y": numpy.empty_like(x), "s": numpy.empty_like(x), "rstd": numpy.empty(rows, "float32")}
     run(forward, "rms_norm", {"x": x} | operands, results, {factor: 0.75})
-    for name, one in zip(("y", "s"), expected, strict=True):
-        numpy.testing.assert_allclose(results[name], one, rtol=1e-5, atol=1e-5)
+    for name, result in zip(("y", "s"), expected, strict=True):
+        numpy.testing.assert_allclose(results[name], result, rtol=1e-5, atol=1e-5)
     dtypes |= {"dy": "float32", "ds": "float32"}
     problem = backward_problem(op.operation, rows, cols, dtypes, ("x", weight), kinds=kinds)
     given = {"dy": dy, "ds": ds, "s": results["s"], "rstd": results["rstd"], weight: operands[weight]}
-    found = {"dx": numpy.empty_like(x), f"d{weight}": numpy.empty(cols, "float32")}
-    run(plan_of_many(problem, MANY_SMS), "rms_norm", given, found, {factor: 0.75})
-    for name, one in gradients.items():
-        numpy.testing.assert_allclose(found[f"d{name}"], one, rtol=1e-4, atol=1e-4)
+    actual_gradients = {"dx": numpy.empty_like(x), f"d{weight}": numpy.empty(cols, "float32")}
+    run(plan_of_many(problem, MANY_SMS), "rms_norm", given, actual_gradients, {factor: 0.75})
+    for name, gradient in gradients.items():
+        numpy.testing.assert_allclose(actual_gradients[f"d{name}"], gradient, rtol=1e-4, atol=1e-4)
 
 
 def test_a_launch_has_the_buffers_that_it_declares():
-    """Here one writes partial rows, one dx, one adds up: what XLA gives for the results of each is its own."""
+    """Here one launch writes partial sums, one writes dx, and one adds up the partial sums."""
     solution = plan(problem("backward", 33, 8201, "float64"), MANY_WITHOUT_CLUSTERS)
-    found = xla_call.launches(solution, {}, solution.problem.wanted)
-    assert [(set(one.reads), set(one.writes)) for one in found] == [
+    launches = xla_call.launches(solution, {}, solution.problem.wanted)
+    assert [(set(launch.reads), set(launch.writes)) for launch in launches] == [
         ({"dy", "x", "mean", "rstd"}, {WORKSPACE}),
         ({"dy", "x", "mean", "rstd", "weight"}, {"dx"}),
         ({WORKSPACE}, {"dweight", "dbias"}),
@@ -161,7 +161,7 @@ def test_a_launch_has_the_buffers_that_it_declares():
 
 
 def test_gradients_of_two_dtypes():
-    """A launch for each adds partial rows up; those of the second begin inside the workspace."""
+    """Each dtype has a launch that adds up partial sums; those of the second dtype begin inside the workspace."""
     rows, cols = 40, 768
     x, dy, weight, _ = inputs(numpy, rows, cols, "float32")
     dtypes = dict.fromkeys(("x", "dy", "weight"), "float32") | {"dbias": "float64"}

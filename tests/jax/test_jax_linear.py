@@ -1,5 +1,5 @@
-"""cunorm.jax.layer_norm_linear: values and gradients, what a program for CUDA holds, transformations, residuals, bad
-input; cunorm.layer_norm_linear on JAX arrays.
+"""cunorm.jax.layer_norm_linear, and cunorm.layer_norm_linear on JAX arrays: values, gradients, programs for CUDA,
+transformations, residuals, bad input.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ COLS, OUTS = 48, 20
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """A GPU's products of float32 are TF32 by JAX's default."""
+    """Ask for products in full float32: JAX's default on a GPU is TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 def compiled(f):
-    """Under jit; on the CPU without LLVM's optimizations, which take a third of the time of these tests."""
+    """Jit the function, on the CPU without LLVM's optimizations, which take a third of the time of these tests."""
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(f, compiler_options=options)
 
@@ -53,7 +53,7 @@ def options(call, **others):
 
 
 def y_and_gradients(call, **others):
-    """(y, gradients of x, weight, bias, ln_weight and ln_bias), the weight's (out, in) as the reference has it."""
+    """Return (y, gradients of x, weight, bias, ln_weight and ln_bias). dweight is (out, in), as in the reference."""
 
     @compiled
     def run(arrays, dy):
@@ -130,7 +130,7 @@ def test_leading_axes(device):
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_functions_of_cunorm(device, op):
-    """They take weight (out, in), for JAX arrays too."""
+    """The functions take a weight of shape (out, in), for JAX arrays too."""
     call = linear_reference.inputs(op, 12, COLS, OUTS, "float32")
     x, weight, bias, ln_weight, ln_bias, dy = (
         a if a is None else jax.device_put(a, jax.devices(device)[0]) for a in (*call[1:6], call.dy)
@@ -142,16 +142,16 @@ def test_functions_of_cunorm(device, op):
 
     def backward(**others):
         arrays = (dy, x, mean, rstd, weight, ln_weight, ln_bias)
-        found = cunorm.layer_norm_linear_backward(*arrays, **options(call), **others)
-        return tuple(gradient if gradient is None else numpy.asarray(gradient) for gradient in found)
+        gradients = cunorm.layer_norm_linear_backward(*arrays, **options(call), **others)
+        return tuple(gradient if gradient is None else numpy.asarray(gradient) for gradient in gradients)
 
     everything = backward()
     check_backward(call, everything)
     assert [g is not None for g in everything] == [True] * 4 + [op == "layer_norm"]
     for wanted in range(5) if op == "layer_norm" else (4,):
-        found = backward(output_mask=tuple(i == wanted for i in range(5)))
-        assert [g is not None for g in found] == [i == wanted and everything[i] is not None for i in range(5)]
-        check_backward(call, found)
+        gradients = backward(output_mask=tuple(i == wanted for i in range(5)))
+        assert [g is not None for g in gradients] == [i == wanted and everything[i] is not None for i in range(5)]
+        check_backward(call, gradients)
     assert backward(output_mask=(False,) * 5) == (None,) * 5
     loss = lambda *a: jnp.sin(cunorm.layer_norm_linear_forward(*a, **options(call))[2]).sum()  # noqa: E731
     of_rstd = jax.grad(loss)(x, weight)
@@ -171,7 +171,7 @@ def summed(**others):
     return lambda *a: layer_norm_linear(*a, **others).astype("float32").sum()
 
 
-# (which arguments, kernels with z computed again, kernels with z kept)
+# (arguments that have gradients, kernels if backward computes z again, kernels if z is kept)
 BACKWARD = "backward_few"
 LAUNCHES = {
     "all": ((0, 1, 2, 3, 4), ["forward", "forward", BACKWARD], ["forward", BACKWARD]),
@@ -211,41 +211,42 @@ def test_launches_under_transformations():
 
 
 def products(function, *arrays):
-    """(precision, type of the first operand, of the second, of the result) of each product in a program."""
+    """Return (precision, type of the first operand, of the second, of the result) of each product in a program."""
     tensor = r"tensor<[\dx]*x(\w+)>"
     pattern = rf"dot_general.*precision = \[(\w+), \w+\] : \({tensor}, {tensor}\) -> {tensor}"
     text = jax.jit(function).lower(*arrays).as_text()
-    found = re.findall(pattern, text)
-    assert len(found) == text.count("stablehlo.dot_general")
-    return found
+    found_products = re.findall(pattern, text)
+    assert len(found_products) == text.count("stablehlo.dot_general")
+    return found_products
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_products_of_16_bits(dtype):
-    """Of matrices in 16 bits throughout, for which no float32 is written; with a vector in float32, as XLA would round
-    every term of it to the dtype of the result.
+    """Products of matrices are in 16 bits throughout, so that no float32 is written.
+
+    Products with a vector are in float32, because XLA would round each of their terms to the dtype of the result.
     """
 
-    def found(rows, outs):
+    def dtypes_of_products(rows, outs):
         arrays = [a.astype({"bf16": "bfloat16", "f16": "float16"}[dtype]) for a in arguments("cpu", rows, outs=outs)]
         return [operands for _, *operands in products(jax.value_and_grad(summed(), range(5)), *arrays)]
 
-    assert found(30, OUTS) == [[dtype] * 3] * 3
+    assert dtypes_of_products(30, OUTS) == [[dtype] * 3] * 3
     for rows, outs in ((1, OUTS), (30, 1)):
-        assert found(rows, outs) == [[dtype, dtype, "f32"], *[["f32"] * 3] * 2]
+        assert dtypes_of_products(rows, outs) == [[dtype, dtype, "f32"], *[["f32"] * 3] * 2]
 
 
 @pytest.mark.parametrize("argument", ["highest", jax.lax.Precision.HIGH, None])
 def test_precision(argument):
-    """Of each product what was asked for, or else what JAX is set to."""
+    """Each product has the precision that was asked for, or else the one that JAX is set to."""
     arrays = arguments("cpu", 30)
     with jax.default_matmul_precision("default"):
-        found = products(jax.value_and_grad(summed(precision=argument), range(5)), *arrays)
-        assert {kind for kind, *_ in found} == {{"highest": "HIGHEST", None: "DEFAULT"}.get(argument, "HIGH")}
+        of_program = products(jax.value_and_grad(summed(precision=argument), range(5)), *arrays)
+        assert {kind for kind, *_ in of_program} == {{"highest": "HIGHEST", None: "DEFAULT"}.get(argument, "HIGH")}
     with jax.default_matmul_precision("highest"):
-        found = products(jax.value_and_grad(summed(), range(5)), *arrays)
-        assert {kind for kind, *_ in found} == {"HIGHEST"}
-    assert len(found) == 3
+        of_program = products(jax.value_and_grad(summed(), range(5)), *arrays)
+        assert {kind for kind, *_ in of_program} == {"HIGHEST"}
+    assert len(of_program) == 3
 
 
 # What is kept for the backward pass.
@@ -273,7 +274,7 @@ def test_the_normalised_tensor_is_kept_if_asked_for_and_else_not(device, op, jit
 
 
 def plain(x, kernel, bias=None, ln_weight=None, ln_bias=None, *, op="layer_norm"):
-    """The definition, in jax.numpy."""
+    """Compute the definition in jax.numpy."""
     centred = x - x.mean(-1, keepdims=True) if op == "layer_norm" else x
     z = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 0.3)
     z = z if ln_weight is None else z * ln_weight
@@ -282,7 +283,7 @@ def plain(x, kernel, bias=None, ln_weight=None, ln_bias=None, *, op="layer_norm"
 
 
 def arguments(device, *leading, op="layer_norm", cols=COLS, outs=OUTS):
-    """x, kernel, bias, ln_weight and, for a LayerNorm, ln_bias."""
+    """Return x, kernel, bias, ln_weight and, for a LayerNorm, ln_bias."""
     shapes = ((*leading, cols), (cols, outs), (outs,), (cols,), (cols,))
     arrays = [random(*shape, device=device, seed=i) for i, shape in enumerate(shapes)]
     arrays[1] = arrays[1] * cols**-0.5
@@ -290,7 +291,7 @@ def arguments(device, *leading, op="layer_norm", cols=COLS, outs=OUTS):
 
 
 def both(op, keep_normalized=False):
-    """cunorm's function and the definition."""
+    """Return cunorm's function and the definition."""
     chosen = {"eps": 0.3, "normalization": NORMALIZATION[op], "keep_normalized": keep_normalized}
     return [lambda *a, **others: layer_norm_linear(*a, **chosen, **others), lambda *a: plain(*a, op=op)]
 
@@ -357,7 +358,7 @@ def test_transformations(device, op, make, keep_normalized):
 @on_devices
 @pytest.mark.parametrize("mapped", ["x", "kernel", "ln_weight", "x kernel bias ln_bias"])
 def test_vmap(device, mapped):
-    """Of the gradient, and the gradient of it."""
+    """vmap of the gradient, and the gradient of vmap, are right."""
     order = ("x", "kernel", "bias", "ln_weight", "ln_bias")
     axes = tuple(0 if name in mapped.split() else None for name in order)
     arrays = [
@@ -395,7 +396,7 @@ def test_all_gpus():
     assert f"over {count} devices" in run_sharded("cuda")
 
 
-# Bad input: (what, arguments in place of the good ones, error, what the message says).
+# Bad input: (name of the case, arguments in place of the good ones, error, what the message says).
 
 CALLS = [
     ("x is a list", {"x": [[1.0]]}, TypeError, "x must be a JAX or NumPy array; got list"),

@@ -1,4 +1,4 @@
-"""cunorm.jax.layer_norm_linear with fp8: the bytes that are multiplied, gradients, transformations, bad input."""
+"""cunorm.jax.layer_norm_linear with fp8: which bytes are multiplied, gradients, transformations, bad input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cunorm.jax import layer_norm_linear  # noqa: E402
 ROWS, COLS, OUTS = 24, 96, 48
 LARGEST = 448  # of e4m3
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
-SUM = 2.0**-20  # of a row's products, of the lengths of its factors
+SUM = 2.0**-20  # allowed error of a sum of products, as a part of the product of the two vectors' lengths
 
 
 def arguments(device: str, dtype: str = "bfloat16", op: str = "layer_norm") -> dict[str, jax.Array]:
-    """x, kernel and what there may be besides."""
+    """Return x, kernel, bias, ln_weight and, for a LayerNorm, ln_bias."""
     shapes = {"x": (ROWS, COLS), "kernel": (COLS, OUTS), "bias": (OUTS,), "ln_weight": (COLS,), "ln_bias": (COLS,)}
     if op == "rms_norm":
         del shapes["ln_bias"]
@@ -40,7 +40,9 @@ def power_of_two(scale: float) -> float:
 @pytest.mark.parametrize("dtype", EPSILON)
 @pytest.mark.parametrize("op", NORMALIZATION)
 def test_the_bytes_that_are_multiplied(device, op, dtype, zero_centered_gamma):
-    """Those of `layer_norm_fp8` with a scale that is a power of two, and of kernel with that of its largest number."""
+    """The bytes of z are those of `layer_norm_fp8`; the scale of kernel fits its largest number. Both scales are powers
+    of two.
+    """
     given = arguments(device, dtype, op)
     y = layer_norm_linear(
         **given, normalization=NORMALIZATION[op], zero_centered_gamma=zero_centered_gamma, fp8="tensor"
@@ -64,22 +66,22 @@ def test_the_bytes_that_are_multiplied(device, op, dtype, zero_centered_gamma):
 
 @pytest.mark.parametrize("keep_normalized", [False, True])
 def test_gradients_are_those_of_the_product_in_16_bits(keep_normalized):
-    """To the bit."""
+    """FP8 changes no bit of a gradient."""
     given, dy = arguments("cpu"), random(ROWS, OUTS, dtype="bfloat16", seed=9)
 
     def gradients(**options):
         call = lambda given: layer_norm_linear(**given, keep_normalized=keep_normalized, **options)  # noqa: E731
         return jax.jit(lambda given: jax.vjp(call, given)[1](dy)[0])(given)
 
-    found, expected = gradients(fp8="tensor"), gradients()
-    assert found.keys() == given.keys()
-    assert all(bool((found[name] == expected[name]).all()) for name in given)
+    with_fp8, without = gradients(fp8="tensor"), gradients()
+    assert with_fp8.keys() == given.keys()
+    assert all(bool((with_fp8[name] == without[name]).all()) for name in given)
 
 
 @pytest.mark.slow
 @on_devices
 def test_transformations(device):
-    """vmap over x and over kernel; jvp and second derivatives run."""
+    """vmap over x and kernel and jvp are right, and second derivatives run."""
     given = arguments(device, "float32")
     call = lambda x, kernel: layer_norm_linear(x, kernel, given["bias"], fp8="tensor")  # noqa: E731
     x, kernel = jnp.stack([given["x"], given["x"] * 3 + 1]), jnp.stack([given["kernel"], given["kernel"] * 5])
@@ -105,14 +107,14 @@ def test_numbers_that_are_not_finite_and_zeros(device):
 
 
 def test_the_largest_number_of_kernel_is_reduced():
-    """A window over all of it is one thread's on a GPU: 427 ms on an H200 at 8192, 4096 -> 12288."""
+    """On a GPU one thread would compute a reduce_window over all of kernel, which is slow."""
     program = lowered(lambda given: layer_norm_linear(**given, fp8="tensor"), arguments("cpu"))
     assert "reduce_window" not in program
 
 
 @pytest.mark.gpu
 def test_xla_takes_its_product_in_8_bits():
-    """Where there is one, from compute capability 8.9 on, and where XLA may not make a Triton kernel of it."""
+    """XLA has an FP8 product from compute capability 8.9 on, and takes it unless it may make a Triton kernel."""
     if float(jax.devices()[0].compute_capability) < 8.9:
         pytest.skip("needs compute capability 8.9")
     x, kernel = (random(512, 512, device="cuda", dtype="bfloat16", seed=seed) for seed in range(2))

@@ -1,4 +1,4 @@
-"""What a program for CUDA holds, on any machine: XLA's own call of PTX, one for each launch of the plan."""
+"""A program for CUDA, lowered on any machine, has one of XLA's calls of PTX for each launch of the plan."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from cunorm.plan.plan import plan  # noqa: E402
 
 pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
 
-# Every kind of kernel: a part of a warp, warps, a CTA, clusters of 2 and 4, streamed.
+# These give every kind of kernel: a part of a warp, warps, a CTA, clusters of 2 and 4, streamed.
 COLUMNS = (33, 1024, 4096, 16384, 65536, 524296)
 
 
 def target():
-    """What programs are lowered for: the GPU of this machine, or an H200."""
+    """Return the GPU that programs are lowered for: that of this machine, or else an H200."""
     return choice.for_xla(choice.device("test"))
 
 
 def expected(op, direction, rows, cols, dtype="float32", weight="float32"):
-    """Of every launch of the core's plan: the kernel's name, grid, threads and dynamic shared memory."""
+    """Return the kernel's name, grid, threads and dynamic shared memory of every launch of the core's plan."""
     steps = plan(whole(op, direction, rows, cols, dtype, weight), target()).steps
     return [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
 
 
 def launched(text):
-    return [one[:4] for one in calls(text)]
+    return [launch[:4] for launch in calls(text)]
 
 
 def shapes(rows, cols, dtype="float32", weight="float32"):
@@ -69,41 +69,41 @@ def test_the_launches_are_those_of_the_plan(op, rows, cols):
     assert launched(lowered(lambda *a: call(op, *a), *arrays)) == forward
     text = lowered(gradient(op), *arrays)
     assert launched(text) == forward + expected(op, "backward", rows, cols, "bfloat16")
-    # Of the formulas nothing is left but the sum, its gradient and the conversions of the test.
+    # Beside the launches, the program has only the sum, its gradient and the conversions of the test.
     assert not re.search(r"stablehlo\.(rsqrt|divide|subtract)", text)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_under_transformations(op):
-    """One call for all rows under vmap; one call in the body of a scan; one program for layers alike."""
-    one = expected(op, "forward", 2100, 96)
+    """Under vmap one call takes all rows. The body of a scan has one call, and equal layers share one."""
+    one_call = expected(op, "forward", 2100, 96)
     x, *parameters = arguments(op, (300, 7), 96)
     unmapped = (None,) * len(parameters)
-    assert launched(lowered(jax.vmap(lambda *a: call(op, *a), (0, *unmapped)), x, *parameters)) == one
-    assert launched(lowered(jax.vmap(lambda *a: call(op, *a), (1, *unmapped), 1), x, *parameters)) == one
+    assert launched(lowered(jax.vmap(lambda *a: call(op, *a), (0, *unmapped)), x, *parameters)) == one_call
+    assert launched(lowered(jax.vmap(lambda *a: call(op, *a), (1, *unmapped), 1), x, *parameters)) == one_call
 
     def scanned(x, *parameters):
         return jax.lax.scan(lambda carry, _: (call(op, carry, *parameters), None), x, length=5)[0]
 
-    assert launched(lowered(scanned, x, *parameters)) == one
-    assert launched(lowered(lambda x, *a: call(op, call(op, call(op, x, *a), *a), *a), x, *parameters)) == one
+    assert launched(lowered(scanned, x, *parameters)) == one_call
+    assert launched(lowered(lambda x, *a: call(op, call(op, call(op, x, *a), *a), *a), x, *parameters)) == one_call
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:1], ("data",))
     data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     mapped = jax.shard_map(
         lambda *a: call(op, *a), mesh=mesh, in_specs=(data, *[whole] * len(parameters)), out_specs=data
     )
-    assert launched(lowered(mapped, x, *parameters)) == one
+    assert launched(lowered(mapped, x, *parameters)) == one_call
 
 
 @pytest.mark.parametrize(("op", "argnums"), ARGNUMS)
 def test_only_the_gradients_that_are_wanted_are_computed(op, argnums):
-    arrays = arguments(op, (3000,), 96)  # of fewer rows, weight and bias have a launch of their own
+    arrays = arguments(op, (3000,), 96)  # with fewer rows, weight and bias have a launch of their own
     text = lowered(jax.grad(lambda *a: call(op, *a).sum(), argnums), *arrays)
     forward, backward, *sums = calls(text)
     assert forward.name == "cunorm_forward"
     assert backward.name == ("cunorm_column_gradients" if set(argnums) == {2} else "cunorm_backward")
-    assert [one.name for one in sums] == (["cunorm_sum_partials"] if set(argnums) & {1, 2} else [])
-    # It reads what these need: dbias dy alone, the others xhat too, and dx weight as well.
+    assert [launch.name for launch in sums] == (["cunorm_sum_partials"] if set(argnums) & {1, 2} else [])
+    # It reads what the gradients need: dbias needs only dy, the others need xhat too, and dx needs weight as well.
     x = rstd = set(argnums) != {2}
     mean = x and op == "layer_norm"
     weight = dx = 0 in argnums
@@ -111,20 +111,22 @@ def test_only_the_gradients_that_are_wanted_are_computed(op, argnums):
 
 
 def test_the_text_has_pointers_alone():
-    """Buffers come as arguments, then results; numbers stand in the text."""
+    """The parameters of a kernel are the arguments' buffers, then the results'; numbers stand in the text."""
     text = lowered(lambda x, w, b: layer_norm(x, None, w, b, eps=0.3), *shapes((300,), 96))
-    (one,) = calls(text)
-    parameters = re.search(r"\.entry cunorm_forward\((.*?)\)", one.ptx.replace("\\0A", "\n").replace("\\09", " "), re.S)
+    (launch,) = calls(text)
+    parameters = re.search(
+        r"\.entry cunorm_forward\((.*?)\)", launch.ptx.replace("\\0A", "\n").replace("\\09", " "), re.S
+    )
     kinds = re.findall(r"\.param \.(\w+)", parameters[1])
     assert kinds == ["u64"] * 4
     other = lowered(lambda x, w, b: layer_norm(x, None, w, b, eps=0.4), *shapes((300,), 96))
-    assert calls(other)[0].ptx != one.ptx
+    assert calls(other)[0].ptx != launch.ptx
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("cols", [1024, 4096, 131072])
 def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
-    """With literals, which tell the compiler more than arguments do, these did."""
+    """Literals tell the compiler more than arguments do, and these kernels once spilled registers with them."""
     problem = whole("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16")
     wanted = ("y",) if direction == "forward" else problem.wanted
     for launch in xla_call.launches(plan(problem, target()), {"eps": 1e-5}, wanted):
@@ -133,8 +135,8 @@ def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
 
 
 def test_no_weight_no_pointer():
-    (one,) = calls(lowered(layer_norm, shapes((300,), 96)[0]))
-    assert one.ptx.count(".param .u64") == 2
+    (launch,) = calls(lowered(layer_norm, shapes((300,), 96)[0]))
+    assert launch.ptx.count(".param .u64") == 2
 
 
 def test_no_rows_no_launch():
@@ -143,7 +145,7 @@ def test_no_rows_no_launch():
 
 
 def test_no_cluster_of_sixteen():
-    """It needs an attribute that XLA does not set; 262144 columns backward go another way."""
+    """A cluster of sixteen needs an attribute that XLA does not set, so 262144 columns go another way."""
     assert any(step.spec.cluster == 16 for step in _backward_of_262144(choice.device("test")))
     assert all(step.spec.cluster <= 8 for step in _backward_of_262144(target()))
 

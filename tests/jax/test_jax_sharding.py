@@ -1,4 +1,4 @@
-"""Several devices: four of the CPU in a process of their own, and GPUs where there are two or more."""
+"""Sharded functions, on four devices of the CPU in a process of their own, and on two GPUs or more."""
 
 from __future__ import annotations
 

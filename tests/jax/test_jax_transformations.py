@@ -1,4 +1,4 @@
-"""What JAX does to functions: derivatives of any order and mode, vmap, scan, checkpoint, shard_map, in any order."""
+"""JAX's transformations in any order: derivatives of any order and mode, vmap, scan, checkpoint, shard_map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arguments(op, device, *leading):
 
 
 def both(op):
-    """cunorm's function and the definition."""
+    """Return cunorm's function and the definition."""
     return [lambda *a, f=f: f(op, *a) for f in (call, plain)]
 
 
@@ -32,7 +32,7 @@ def loss(function):
 
 
 def gradient(function):
-    """With respect to every argument."""
+    """Return the gradient with respect to every argument."""
     return lambda *a: jax.grad(loss(function), tuple(range(len(a))))(*a)
 
 
@@ -89,7 +89,7 @@ def test_jacobians_and_second_derivatives(device, op, outer, inner):
     ],
 )
 def test_vmap_of_any_argument(device, op, mapped):
-    """Of the function, of its gradient, and the gradient of both."""
+    """vmap of the function and of its gradient, and the gradient of vmap, are right."""
     arrays = arguments(op, device, 2, 5)
     batched = [
         jnp.stack([array, array + 1, 2 * array], axis=1) if flag else array
@@ -114,7 +114,7 @@ def test_vmap_of_vmap_and_of_forward_mode(device):
 @pytest.mark.slow
 @on_devices
 def test_under_vmap_one_launch_takes_all_rows(device):
-    """And under grad of vmap the kernel sums dweight and dbias over all of them."""
+    """Under grad of vmap the kernel sums dweight and dbias over all rows."""
     x, weight, bias = arguments("layer_norm", device, 300, 7)
     mine, _ = both("layer_norm")
     mapped = jax.vmap(mine, (0, None, None))
@@ -128,12 +128,8 @@ def test_under_vmap_one_launch_takes_all_rows(device):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.slow
 def test_scan_and_checkpoint(device, op):
-    """In float64: what float32 rounds off grows through the steps of a scan."""
-    with jax.enable_x64(True):
-        scan_and_checkpoint(op, [array.astype("float64") for array in arguments(op, device, 3, 5)])
+    """The arrays are float64, because errors of float32 grow through the steps of a scan."""
 
-
-def scan_and_checkpoint(op, arrays):
     def scanned(function):
         def run(x, *parameters):
             def step(carry, _):
@@ -144,19 +140,21 @@ def scan_and_checkpoint(op, arrays):
 
         return run
 
-    alike(op, lambda f: gradient(scanned(f)), *arrays)
-    alike(op, lambda f: gradient(jax.checkpoint(f)), *arrays)
-    alike(op, lambda f: gradient(scanned(jax.checkpoint(f))), *arrays)
-    alike(op, lambda f: jax.vmap(gradient(scanned(f)), (0, *[None] * (len(arrays) - 1))), *arrays)
     policy = jax.checkpoint_policies.dots_saveable
-    alike(op, lambda f: gradient(jax.checkpoint(lambda *a: f(*a) @ jnp.ones((COLS, 4)), policy=policy)), *arrays)
+    with jax.enable_x64(True):
+        arrays = [array.astype("float64") for array in arguments(op, device, 3, 5)]
+        alike(op, lambda f: gradient(scanned(f)), *arrays)
+        alike(op, lambda f: gradient(jax.checkpoint(f)), *arrays)
+        alike(op, lambda f: gradient(scanned(jax.checkpoint(f))), *arrays)
+        alike(op, lambda f: jax.vmap(gradient(scanned(f)), (0, *[None] * (len(arrays) - 1))), *arrays)
+        alike(op, lambda f: gradient(jax.checkpoint(lambda *a: f(*a) @ jnp.ones((COLS, 4)), policy=policy)), *arrays)
 
 
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_on_one_device(device, op, check_vma):
-    """Of several devices: test_jax_sharding.py."""
+    """For several devices, see test_jax_sharding.py."""
     arrays = arguments(op, device, 4, 5)
     mesh = jax.sharding.Mesh(jax.devices(device)[:1], ("data",))
     data, whole = PartitionSpec("data"), PartitionSpec()
@@ -172,7 +170,7 @@ def test_shard_map_on_one_device(device, op, check_vma):
 @on_devices
 @pytest.mark.slow
 def test_custom_rules_and_control_flow_around(device):
-    """cond and while_loop around the function, and a stopped gradient within."""
+    """A cond and a loop around the function, and a stopped gradient within, change nothing."""
     x, weight, bias = arguments("layer_norm", device, 4, 5)
 
     def run(function):

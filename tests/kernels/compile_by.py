@@ -1,5 +1,8 @@
-"""Compiles files of CUDA by a given NVRTC, in a process of its own, since one may crash: `python compile_by.py LIBRARY
-FILE ... -- OPTION ...`. It prints the name of each file before it is compiled, and the log of the first that fails."""
+"""Compile files of CUDA by a given NVRTC: `python compile_by.py LIBRARY FILE ... -- OPTION ...`.
+
+It is a process of its own, because an NVRTC may crash. It prints the name of each file before it is compiled, and the
+log of the first that fails.
+"""
 
 from __future__ import annotations
 

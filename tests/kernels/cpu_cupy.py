@@ -1,5 +1,7 @@
-"""CuPy's part played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of CuPy arrays runs on
-the CPU as it is, checks, recipes, copies and all."""
+"""A stand-in for CuPy: its arrays are NumPy's, and its GPU is a Machine of cpu_device.py.
+
+So the code for CuPy arrays runs unchanged on the CPU, with its checks, recipes and copies.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from cunorm.plan.steps import Plan
 
 
 class Array(numpy.ndarray):
-    """A NumPy array that says of its memory what one of CuPy says. A new one is full of NaN."""
+    """A NumPy array with the attributes of a CuPy array. A new one is full of NaN."""
 
-    allocated = 0  # how many new ones there were
+    allocated = 0  # how many arrays were made
 
     def __new__(cls, shape: tuple[int, ...], dtype: Any) -> Array:
         Array.allocated += 1
@@ -43,14 +45,14 @@ class Array(numpy.ndarray):
 
 
 def asarray(array: numpy.ndarray, start: int = 0) -> Array:
-    """Its values, `start` elements behind where memory of a GPU begins."""
+    """Return a copy of an array that starts `start` elements behind an aligned address."""
     copy = Array((start + array.size,), array.dtype)[start:].reshape(array.shape)
     copy[...] = array
     return copy
 
 
 class Runs:
-    """Stands in for launch.py: runs plans, and keeps them."""
+    """A stand-in for launch.py, which runs plans and keeps them."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -77,7 +79,7 @@ def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.nda
     elif operand.groups:
         shape, strides = (operand.groups.count, cols), (operand.row_stride, 1)
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    before, count = -sum(min(0, one) for one in reach), 1 + sum(map(abs, reach))
+    before, count = -sum(min(0, end) for end in reach), 1 + sum(map(abs, reach))
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer - before * dtype.itemsize)
     return numpy.ndarray(
         shape, dtype, memory, before * dtype.itemsize, tuple(stride * dtype.itemsize for stride in strides)
@@ -85,7 +87,7 @@ def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.nda
 
 
 def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = None, *, as_many: bool = False) -> Runs:
-    """Until the end of the test. `as_many`: backward passes by the kernels of many rows."""
+    """Replace CuPy until the end of the test. With `as_many`, backward passes take the kernels of many rows."""
     runs = Runs(machine or Machine())
     cupy = SimpleNamespace(
         ndarray=Array,

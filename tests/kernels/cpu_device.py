@@ -1,6 +1,6 @@
-"""Plans run on the CPU: the text of a kernel compiled by g++ with the stand-in for platform.cuh that is in cpu/.
+"""Run plans on the CPU: g++ compiles the text of a kernel with the platform.cuh of cpu/.
 
-A short look for a package to do this (2026-11: HIP-CPU, CuPBoP, GPU Ocelot) found none on PyPI.
+No package on PyPI does this (HIP-CPU, CuPBoP and GPU Ocelot are not there).
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from cunorm.plan.spec import KernelSpec
 from cunorm.plan.steps import WORKSPACE, Plan, Step
 
 STAND_IN = Path(__file__).parent / "cpu"
-# -ffp-contract=off, as kernels are compiled for a GPU with -fmad=false: what is fused is written as multiply_add.
-# Kernels are not optimised: compiling one takes longer than running it, with -O1 the sanitizers' cases took 1.6 times
-# as long in all.
+# -ffp-contract=off is the -fmad=false of a GPU: fused operations are written as multiply_add.
+# Kernels are not optimised, because compiling one takes longer than running it.
 OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
-# It links three times as fast as the linker that g++ takes by itself.
+# gold links three times as fast as the linker that g++ takes by itself.
 LINKER = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
-ALIGNMENT = 128  # kernels look at an address modulo this, and at no more of it
-POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
+ALIGNMENT = 128  # kernels look at addresses modulo this only
+POISON = 255  # such bytes are NaN in every format, so that what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
-SECONDS = 120  # that a launch may take
+SECONDS = 120  # a launch may take so long
 KEPT = 7 * 24 * 3600  # seconds that an unused program stays in the cache
 
 
 class Launch(NamedTuple):
-    """How a program runs its kernel, in the order of tests/kernels/cpu/main.cpp."""
+    """How a program runs its kernel. The fields have the order of tests/kernels/cpu/main.cpp."""
 
     grid_x: int
     grid_y: int
@@ -59,7 +58,7 @@ class Launch(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What a program looks for besides its results."""
+    """Compiler options that make a program look for mistakes while it runs."""
 
     kernel: tuple[str, ...] = ()  # options for the kernel's text
     runtime: tuple[str, ...] = ()  # options for tests/kernels/cpu
@@ -68,7 +67,7 @@ class Build(NamedTuple):
 
 BUILDS = {
     "results": Build(),
-    # Global memory by AddressSanitizer; arrays in shared memory and registers by their bounds; alignment of elements.
+    # AddressSanitizer checks global memory, and UndefinedBehaviorSanitizer the bounds of arrays and alignment.
     "memory": Build(
         ("-fsanitize=address,undefined,bounds-strict", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
         ("-DCUNORM_ADDRESS",),
@@ -80,7 +79,7 @@ BUILDS = {
 
 
 def divided(plan: Plan, arguments: Sequence[float]) -> tuple[dict[str, Any], dict[str, float]]:
-    """What launch.run is given, by name: pointers and scalars."""
+    """Return the arguments of launch.run by name: (pointers, scalars)."""
     names = plan.problem.pointers
     pointers, scalars = arguments[: len(names)], arguments[len(names) :]
     return dict(zip(names, pointers, strict=True)), dict(zip(plan.problem.scalars, scalars, strict=True))
@@ -92,8 +91,11 @@ class SanitizerError(AssertionError):
 
 @dataclass(frozen=True)
 class Machine:
-    """Stands in for a GPU. `order` is that in which threads run, `edit` changes the texts of kernels, and of dynamic
-    shared memory launches get `missing` bytes less than they ask for."""
+    """A stand-in for a GPU.
+
+    Threads run in the order `order`. `edit` changes the texts of kernels. Launches get `missing` bytes of dynamic
+    shared memory less than they ask for.
+    """
 
     build: str = "results"
     order: str = "ascending"
@@ -101,14 +103,14 @@ class Machine:
     missing: int = 0
 
     def run(self, plan: Plan, scalars: Mapping[str, float], /, **arrays: numpy.ndarray | None) -> None:
-        """launch.run on NumPy arrays by the names of the problem's operands, None where there is none."""
+        """Launch a plan on NumPy arrays, which are passed by the names of the problem's operands."""
         given = {name: arrays.get(name) for name in plan.problem.pointers}
         with memory(given | {WORKSPACE: poisoned(plan.workspace)}) as pointers:
             *addresses, workspace = pointers.values()
             launch.run(plan, self, 0, (*addresses, *(scalars[name] for name in plan.problem.scalars)), workspace)
 
     def text(self, spec: KernelSpec, baked: Baked | None = None) -> str:
-        """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
+        """Return the text of a program: the kernel's text with the stand-in's platform.cuh, and its entry."""
         text, count = re.subn(
             r'^#line 1 "rows/platform\.cuh"\n.*?(?=^#line \d+ "(?!rows/(?:platform|numbers|memory|threads)))',
             '#include "platform.cuh"\n',
@@ -119,7 +121,7 @@ class Machine:
         return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{source.entry_name(spec)}>::kernel;\n"
 
     def prepare(self, step: Step, baked: Baked | None = None) -> tuple[Callable, Callable]:
-        """Like launch.prepare; with `baked` of a text that has pointers alone."""
+        """Prepare a step as launch.prepare does. With `baked`, the kernel has only pointers as parameters."""
         text = self.text(step.spec, baked)
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
         assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
@@ -141,7 +143,7 @@ class Machine:
 
 
 def poisoned(size: int) -> numpy.ndarray:
-    """So many bytes, aligned as device memory is."""
+    """Return so many bytes of NaN, aligned as device memory is."""
     buffer = numpy.full(size + ALIGNMENT, POISON, "uint8")
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + size]
@@ -152,11 +154,11 @@ _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that 
 
 @contextlib.contextmanager
 def memory(arrays: dict[str, numpy.ndarray | None]):
-    """The pointers of arrays, 0 for None, while launch.py prepares kernels that run on the CPU."""
+    """Yield the pointers of arrays, 0 for None, and let launch.py prepare kernels for the CPU meanwhile."""
     present = [array for array in arrays.values() if array is not None]
     spans: list[tuple[int, int]] = []
     for low, high in sorted(map(numpy.lib.array_utils.byte_bounds, present)):
-        if spans and low < spans[-1][1]:  # in one buffer, or one array twice
+        if spans and low < spans[-1][1]:  # two arrays share a buffer, or one array is passed twice
             low, high = spans[-1][0], max(high, spans.pop()[1])
         spans.append((low, high))
     _spans[:] = [(low, high - low) for low, high in spans if high > low]
@@ -166,9 +168,9 @@ def memory(arrays: dict[str, numpy.ndarray | None]):
 
 
 def run(path: Path, how: Launch, parameters: str, arguments: Sequence[int | float]) -> None:
-    """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back.
+    """Send arrays and arguments to the program, and put into the arrays what comes back, as its main.cpp says.
 
-    `parameters` are those of launch.py.
+    `parameters` has a letter for each argument, as in launch.py.
     """
     views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
     words = [*how, len(views), len(arguments)]
@@ -189,7 +191,7 @@ def run(path: Path, how: Launch, parameters: str, arguments: Sequence[int | floa
 
 
 def _argument(parameter: str, argument: int | float) -> tuple[int, int, int]:
-    """(bytes, number of the array or -1, offset or value) of an argument."""
+    """Return (bytes, number of the array or -1, offset or value) of an argument."""
     packed = struct.pack(parameter, argument)
     if parameter == "P":
         for number, (low, size) in enumerate(_spans):
@@ -199,12 +201,12 @@ def _argument(parameter: str, argument: int | float) -> tuple[int, int, int]:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
 
 
 def missing() -> str:
-    """Why kernels cannot be run here, or nothing."""
+    """Return why kernels cannot be run here, or an empty text."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return "the fibers of tests/kernels/cpu are for Linux on x86-64"
     return "" if shutil.which("g++") else "g++ is not installed"
@@ -212,7 +214,7 @@ def missing() -> str:
 
 @functools.cache
 def program(text: str, build: str) -> Path:
-    """The program that runs a kernel's text."""
+    """Return the program that runs a kernel's text."""
     objects, headers = _runtime(build), _headers(build)
     key = _key(text, str(objects), str(headers), *BUILDS[build].kernel)
 
@@ -228,7 +230,7 @@ def program(text: str, build: str) -> Path:
 
 @functools.cache
 def _headers(build: str) -> Path:
-    """platform.cuh with all that it includes, compiled once: a kernel takes 0.2 s less."""
+    """Return platform.cuh with all that it includes, compiled once, which makes compiling a kernel faster."""
     headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
 
     def make(folder: Path) -> Path:
@@ -241,7 +243,7 @@ def _headers(build: str) -> Path:
 
 @functools.cache
 def _runtime(build: str) -> tuple[Path, ...]:
-    """The object files of tests/kernels/cpu."""
+    """Return the object files of tests/kernels/cpu."""
     everything = "".join(path.read_text() for path in sorted(STAND_IN.iterdir()))
     objects = []
     for file in sorted(STAND_IN.glob("*.cpp")):
@@ -255,7 +257,7 @@ def _runtime(build: str) -> tuple[Path, ...]:
 
 
 def _cached(name: str, make: Callable[[Path], Path]) -> Path:
-    """The file `name` of the cache, made where it is missing; whoever is first puts it there whole."""
+    """Return the file `name` of the cache, and make it if it is missing. It appears whole, also for other processes."""
     path = _cache() / name
     if path.exists():
         os.utime(path)
@@ -267,7 +269,7 @@ def _cached(name: str, make: Callable[[Path], Path]) -> Path:
 
 @functools.cache
 def _cache() -> Path:
-    """The folder of the cache, without what has not been used for long."""
+    """Return the folder of the cache, after removing files that were not used for long."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests"
     cache.mkdir(parents=True, exist_ok=True)
     for path in cache.glob("*.*"):

@@ -1,4 +1,4 @@
-"""Both norms on a Machine of cpu_device.py: NumPy arrays in, NumPy arrays out, as call/cupy.py does with CuPy's."""
+"""Both norms for NumPy arrays on a Machine of cpu_device.py, as call/cupy.py runs them for CuPy arrays."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 from cunorm.plan.steps import Plan
 
-# Those of sm_90 have an H200's bandwidth for each multiprocessor, and so its launches.
-# One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
+# GPUs of sm_90 have an H200's bandwidth for each multiprocessor, and so its launches.
+# With one multiprocessor, a few rows already make a CTA or a cluster take several, one after the other.
 SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1), 37)
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
-# Enough that a CTA of sum_partials does not read all partial rows at once.
+# So many multiprocessors leave more partial rows than a CTA of sum_partials reads at once.
 FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1), 4 * 37)
 MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2), 40 * 37)
 MANY_WITHOUT_CLUSTERS = Device("80 SMs without clusters", 80, 80, 163 << 10)
 
-# The backward pass by the kernels that its rows have, which are few, and by those of many.
+# The backward pass runs by the kernels of few rows, and by those of many.
 as_few_and_as_many = pytest.mark.parametrize("as_many", [False, True], ids=["few", "many"])
 
 Array = numpy.ndarray | None
@@ -47,7 +47,7 @@ def forward(
     zero_centered_gamma: bool = False,
     y: Array = None,
 ) -> tuple[numpy.ndarray, Array, numpy.ndarray]:
-    """(y, mean, rstd); y may be given for its layout and dtype."""
+    """Return (y, mean, rstd). y may be passed, for its layout and dtype."""
     y = unwritten(x.shape, x.dtype) if y is None else y
     solution = forward_plan(op, x, weight, bias, y, device, zero_centered_gamma)
     statistics = numpy.dtype(solution.problem.compute)
@@ -91,7 +91,7 @@ def backward(
     output_mask: tuple[bool, bool, bool] = (True, True, True),
     as_many: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """(dx, dweight, dbias), None where output_mask says so. `as_many`: by the kernels of many rows."""
+    """Return (dx, dweight, dbias), None where output_mask says so. `as_many` takes the kernels of many rows."""
     mask = (*output_mask[:2], output_mask[2] and op == "layer_norm")
     solution = backward_plan(op, dy, x, mean, rstd, weight, device, zero_centered_gamma, mask, as_many)
     parameter = x.dtype if weight is None else weight.dtype
@@ -129,7 +129,7 @@ def backward_plan(
 
 
 def plan_of_many(problem: Problem, device: Device) -> Plan:
-    """The plan, of a backward pass as if its rows were not few."""
+    """Return the plan. A backward pass is planned as if it had many rows."""
     if problem.direction == "forward":
         return plan(problem, device)
     with mock.patch.object(backward_rule, "MOST_ROWS", 0):
@@ -150,22 +150,23 @@ def check(
     y: Array = None,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> None:
-    """Forward, and backward of what forward saved by the kernels of few and of many rows, are as accurate as
-    reference.py says, and inputs are left alone.
+    """Check that both passes are as accurate as reference.py says, and leave their inputs alone.
+
+    Backward runs by the kernels of few rows and by those of many.
     """
     inputs = [array for array in (x, dy, weight, bias) if array is not None]
     before = [array.tobytes() for array in inputs]
     options = {"device": device, "zero_centered_gamma": zero_centered_gamma}
     y, mean, rstd = forward(machine, op, x, weight, bias, eps=eps, y=y, **options)
     check_forward(op, (y, mean, rstd), x, weight, bias_of(op, bias), eps=eps, zero_centered_gamma=zero_centered_gamma)
-    found = []
+    dx_bytes = []
     for as_many in (False, True):
         gradients = backward(
             machine, op, dy, x, mean, rstd, weight, output_mask=output_mask, as_many=as_many, **options
         )
         check_backward(op, gradients, dy, x, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
-        found.append(None if gradients[0] is None else gradients[0].tobytes())
-    assert found[0] == found[1], "dx has the same bits whatever adds dweight up"
+        dx_bytes.append(None if gradients[0] is None else gradients[0].tobytes())
+    assert dx_bytes[0] == dx_bytes[1], "dx has the same bits whatever adds dweight up"
     assert [array.tobytes() for array in inputs] == before
 
 
@@ -178,6 +179,6 @@ def row_stride(matrix: numpy.ndarray) -> int:
 
 
 def unwritten(shape: tuple[int, ...] | int, dtype: numpy.dtype | str) -> numpy.ndarray:
-    """Aligned as device memory is, full of NaN."""
+    """Return an array that is aligned as device memory is, and full of NaN."""
     dtype = numpy_dtype("test", dtype) if isinstance(dtype, str) else dtype
     return poisoned(int(numpy.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""The shapes that reach every kernel, for the kernels' own source on the CPU."""
+"""Shapes that reach every kernel, for tests that run the kernels' text on the CPU."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ SHAPES = (
     Shape(17, 131081, "float16", MANY_WITHOUT_CLUSTERS, "a thread adds up the partial rows of its columns alone"),
 )
 SHAPES_BY_NAME = {
-    f"{one.rows}x{one.cols}-{one.dtype}{'' if one.device.clusters else '-without clusters'}": one for one in SHAPES
+    f"{shape.rows}x{shape.cols}-{shape.dtype}{'' if shape.device.clusters else '-without clusters'}": shape
+    for shape in SHAPES
 }
 
 
@@ -126,17 +127,17 @@ def problems(direction: str, op: str = "layer_norm") -> list[tuple[Problem, Devi
 
 
 def turns(rows: int, step: Step) -> int:
-    """How many rows a thread takes one after the other."""
+    """Return how many rows a thread takes one after the other."""
     return rows * step.spec.shape.cluster // (step.grid[0] * step.spec.rows_per_cta)
 
 
 def weight_waits(spec: KernelSpec) -> bool:
-    """In shared memory."""
+    """Whether the weight waits in shared memory."""
     return dynamic_shared(spec) > dynamic_shared(replace(spec, operands=Operands({*spec.operands} - {*spec.columns})))
 
 
 def holder(spec: KernelSpec) -> str:
-    """What holds a row."""
+    """Return what holds a row."""
     threads = spec.lanes if isinstance(spec, SumSpec) else spec.shape.threads
     if spec.cluster > 1:
         return "cluster"

@@ -1,4 +1,4 @@
-"""What a mistake that is put into the kernels is told by."""
+"""A mistake that is put into the kernels, and what must find it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ class Mutation(NamedTuple):
     old: str
     new: str
     case: str
-    # (build, what is said). Of a mistake that leaves its array `memory` alone: others may end or pass.
+    # (build, what its error says). A mistake that leaves its array is for `memory` only: others may crash or pass.
     caught: tuple[tuple[str, str], ...]

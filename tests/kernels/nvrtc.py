@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-def _found() -> bool:
+def _is_installed() -> bool:
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -15,4 +15,4 @@ def _found() -> bool:
     return True
 
 
-needs_nvrtc = pytest.mark.skipif(not _found(), reason="NVRTC is not installed")
+needs_nvrtc = pytest.mark.skipif(not _is_installed(), reason="NVRTC is not installed")

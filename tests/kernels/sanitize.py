@@ -1,19 +1,21 @@
 """compute-sanitizer over every tier of the kernels, on a machine with a GPU.
 
 `python tests/kernels/sanitize.py [none memcheck racecheck initcheck synccheck] > bench/results/sanitize.json` writes a
-table to standard error. none: the same calls without a sanitizer, which compiles the kernels and shows that the calls
-are sound. memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck:
-device memory read before it is written. synccheck: barriers that not all threads reach.
+table to standard error:
+- none runs the same calls without a sanitizer, which compiles the kernels and shows that the calls are sound;
+- memcheck finds accesses outside of arrays and misaligned ones;
+- racecheck finds hazards in shared memory;
+- initcheck finds device memory that is read before it is written;
+- synccheck finds barriers that not all threads reach.
 
 `python tests/kernels/sanitize.py compile 90` puts the kernels of these calls into the kernel cache, for compute
-capability 9.0, on a machine without a GPU: there are some 2000, and a tool makes compiling slower still. NVRTC has to
-be of the version that the machine with the GPU has, and tests/norms on PYTHONPATH.
+capability 9.0, on a machine without a GPU. There are some 2000, and a tool makes compiling slower still. NVRTC must
+have the version that the machine with the GPU has, and tests/norms must be on PYTHONPATH.
 
-Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
-(`st.async` to a mailbox counted by an mbarrier, threads.cuh) are invisible to it; test_cpu_shapes.py looks for
-races there. synccheck runs without clusters, long rows streamed: its own table of mbarriers overflows there and the
-launch fails.
-CuPy's own kernels are left out by name (`--kernel-name`).
+racecheck does not follow asynchronous copies, and does not see the sums that the CTAs of a cluster send each other
+(`st.async` to a mailbox counted by an mbarrier, threads.cuh); test_cpu_shapes.py looks for races there. synccheck runs
+without clusters, so that long rows are streamed, because with clusters its own table of mbarriers overflows and the
+launch fails. CuPy's own kernels are left out by name (`--kernel-name`).
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from cunorm.plan.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
-SECONDS = 1500  # that a tool may take
-TAIL = 40  # lines of a log that are kept
+SECONDS = 1500  # a tool may take so long
+TAIL = 40  # so many lines of a log are kept
 FOUND = 99  # the exit status of compute-sanitizer when it has findings
 ROWS = 5
 MARGINS = (0, 1)  # with a margin few rows run backward as many do
-PARTS = 4  # processes of a dtype: racecheck takes minutes for all lengths of bfloat16
-SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
+PARTS = 4  # processes for a dtype, because racecheck takes minutes for all lengths of bfloat16
+SIDE_BY_SIDE = 16  # processes at once, because they wait for the compiler more than for the GPU
 
 
 def main() -> int:
@@ -58,14 +60,14 @@ def main() -> int:
         return 1
     with TemporaryDirectory() as folder:
         package = Path(folder)
-        # As installed: the kernels inside the package.
+        # The package is copied as it is installed, with the kernels inside.
         shutil.copytree(ROOT / "cunorm", package / "cunorm")
         shutil.copytree(ROOT / "kernels_cu", package / "cunorm" / "kernels_cu", dirs_exist_ok=True)
         shutil.copy(__file__, package)
         wanted = list(product(sys.argv[1:] or TOOLS, ITEMSIZE))
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            parts = list(pool.map(lambda one: check(*one, package), product(wanted, range(PARTS))))
-    results = [together(*one, parts[PARTS * i : PARTS * (i + 1)]) for i, one in enumerate(wanted)]
+            parts = list(pool.map(lambda task: check(*task, package), product(wanted, range(PARTS))))
+    results = [together(*task, parts[PARTS * i : PARTS * (i + 1)]) for i, task in enumerate(wanted)]
     print(f"{'tool':<12}{'dtype':<10}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
     for result in results:
         print("{tool:<12}{dtype:<10}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
@@ -76,7 +78,7 @@ def main() -> int:
 
 
 def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
-    """What one tool says of a part of one dtype; its failure is told apart from its findings and stops no other."""
+    """Return what one tool says of a part of one dtype. A tool that fails is no finding, and stops no other."""
     tool, dtype = wanted
     sanitizer = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=cunorm", "--error-exitcode", str(FOUND)]
     command = [] if tool == "none" else sanitizer
@@ -92,12 +94,12 @@ def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
         log, code = done.stdout, done.returncode
     except subprocess.TimeoutExpired as error:
         log, code = (error.stdout or b"").decode(errors="replace"), None
-    found = verdict(tool, log, code)
-    return {**found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+    said = verdict(tool, log, code)
+    return {**said, "log": [] if said["status"] == "ok" else log.splitlines()[-TAIL:]}
 
 
 def together(tool: str, dtype: str, parts: Sequence[dict]) -> dict:
-    """Of all parts of a dtype: sums of what each said, and every status and log that is not ok."""
+    """Return the sums over all parts of a dtype, and every status and log that is not ok."""
 
     def total(name: str) -> int | None:
         said = [part[name] for part in parts if part[name] is not None]
@@ -115,7 +117,7 @@ def together(tool: str, dtype: str, parts: Sequence[dict]) -> dict:
 
 
 def verdict(tool: str, log: str, code: int | None) -> dict:
-    """Findings from the summary, calls from the line that `run` prints at its end; None for what was never said."""
+    """Return the findings of the summary and the calls of the line that `run` prints last, or None if it is missing."""
     summary = re.search(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)", log)
     calls = re.search(r"^calls: (\d+)$", log, re.MULTILINE)
     findings = int(summary[1] or summary[2]) if summary else None
@@ -136,14 +138,14 @@ def gpu() -> str:
 
 
 def run(dtype: str, part: int, *, clusters: bool) -> int:
-    """A part of the rows of one dtype, on a GPU."""
+    """Launch a part of the rows of one dtype on a GPU."""
     import cupy
 
     from cunorm.kernel import device
 
     def beside(size: int):
-        """Memory with 16 bytes more, and these are written: kernels read them with the end of an array at an odd
-        address, and drop them.
+        """Allocate 16 bytes more and write them: kernels read them with the end of an array at an odd address, and
+        drop them.
         """
         memory = pool.malloc(size + 16)
         cupy.cuda.runtime.memset(memory.ptr + size, 0, 16)
@@ -164,20 +166,22 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
 
 
 def compile_kernels(arch: int) -> int:
-    """All that `run` launches, with clusters and without, compiled and kept."""
+    """Compile and keep all kernels that `run` launches, with clusters and without."""
     from cunorm.commands.compilation import compile_all, compiler
     from cunorm.kernel.device import KNOWN, known
 
     targets = *known(arch), replace(KNOWN[arch], clusters=())
-    specs = set().union(*(kernels(*one) for one in product(ITEMSIZE, range(PARTS), targets)))
+    specs = set().union(*(kernels(*arguments) for arguments in product(ITEMSIZE, range(PARTS), targets)))
     with compiler(keep=True) as compile_one:
-        faults = [one.fault for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.used is None]
+        faults = [
+            kernel.fault for kernel in compile_all([(spec, arch) for spec in specs], compile_one) if kernel.used is None
+        ]
     print(f"{len(specs)} kernels", *faults, sep="\n")
     return 1 if faults else 0
 
 
 def kernels(dtype: str, part: int, target: Device) -> set[KernelSpec]:
-    """What `run` launches, planned for arrays of NumPy that play CuPy's."""
+    """Return the kernels that `run` launches, planned with the stand-in for CuPy."""
     import cpu_cupy
     import pytest
 
@@ -191,9 +195,10 @@ def kernels(dtype: str, part: int, target: Device) -> set[KernelSpec]:
 
 
 def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any]) -> Iterator[int]:
-    """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
-    in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
-    in turns aligned and not, since only the width of a vector is another. Yields how many calls were made.
+    """Call both passes of both norms, fused operations and a user's operation in every tier. Yield numbers of calls.
+
+    In bfloat16 they have the shortest and longest rows of each tier, aligned and not. In the other dtypes only the
+    width of a vector differs, so they have the longest rows, in turns aligned and not. `part` chooses a part of these.
     """
     import numpy
 
@@ -231,15 +236,15 @@ def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any])
         _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
         try:
             gated.backward(saved, dy)
-        except NotImplementedError:  # of streamed rows, for what the prologue takes for all of them
+        except NotImplementedError:  # streamed rows have no gradient of a vector or number of the prologue
             gated.backward(saved, dy, wanted=("x", "residual", "z", "weight", "sharp"))
         return 3 + len(MARGINS)
 
     shortest, longest = set(), set()
     for direction in TABLES:
-        for tier, found in lengths_of_tiers(direction, dtype, target).items():
-            shortest.add(found[0])
-            longest.add(found[-1] if tier else found[0])
+        for tier, lengths in lengths_of_tiers(direction, dtype, target).items():
+            shortest.add(lengths[0])
+            longest.add(lengths[-1] if tier else lengths[0])
     for index, cols in list(enumerate(sorted(longest)))[part::PARTS]:
         if dtype == "bfloat16":
             yield plain(cols, (index + 1) % 2)

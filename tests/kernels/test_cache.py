@@ -1,4 +1,4 @@
-"""Compiled kernels: one compilation in a process, also among threads; and processes that share a cache on disk."""
+"""A kernel is compiled once in a process, also among threads, and processes share a cache on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec_of(cols: int) -> KernelSpec:
 
 @pytest.fixture
 def counted_compiles(monkeypatch):
-    """Stands in for the compiler, slowly; the list of what it was asked for."""
+    """The list of kernels that a slow stand-in for the compiler was asked for."""
     compiled: list[KernelSpec] = []
 
     def compile_slowly(spec, device_id):
@@ -44,7 +44,7 @@ def counted_compiles(monkeypatch):
 
 
 def call_at_once(function, threads: int) -> list:
-    """What `function` returned or raised in each of so many threads that start together."""
+    """Call `function` in so many threads at once, and return what each returned or raised."""
     barrier = threading.Barrier(threads)
     results = []
 
@@ -120,7 +120,7 @@ def test_threads_that_call_at_once_compile_once(monkeypatch):
 
 @pytest.fixture
 def nvrtc_calls(monkeypatch, tmp_path):
-    """The list of what NVRTC was told to compile for, with an empty kernel cache."""
+    """The list of architectures that NVRTC compiled for, with an empty kernel cache."""
     from cupy_backends.cuda.libs import nvrtc
 
     calls = []
@@ -170,7 +170,7 @@ def test_another_text_options_or_nvrtc_are_another_file(monkeypatch):
 
 @needs_nvrtc
 def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
-    """13.0 has had several. The wheel tells them apart wherever and whenever it was installed."""
+    """13.0 had several builds. The wheel's version tells them apart, wherever and whenever it was installed."""
     read, seen = Path.read_text, set()
     monkeypatch.setattr(compile, "_nvrtc_version", lambda: (13, 0))
     for folder, wheel, date in [
@@ -306,7 +306,7 @@ def test_processes_that_compile_at_once_into_one_cache(tmp_path):
 
 @pytest.mark.gpu
 def test_a_second_process_reads_the_cache(tmp_path):
-    """It compiles nothing: no file is added."""
+    """The second process compiles nothing, so that no file is added."""
     counts = []
     for _ in range(2):
         output, errors = start(str(tmp_path)).communicate("go\n", timeout=120)

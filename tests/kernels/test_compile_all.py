@@ -1,4 +1,4 @@
-"""`python -m cunorm compile --all`."""
+"""`python -m cunorm compile --all`: what it compiles, keeps and prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMARY = r"(\d+) kernels compiled for (.+): 0 failures, at most (\d+) registers
 
 
 def kernels(*architectures: int) -> int:
-    """How many there are for ONE_ROW: every norm and number of rows in `matrix`, both directions."""
+    """Return the number of kernels for ONE_ROW, with every norm and number of rows in `matrix`, in both directions."""
     arguments = compile.argparse.Namespace(cols=[100], dtype=["bfloat16"], weight_dtype=None)
     devices = [KNOWN[arch] for arch in architectures]
     return sum(len(matrix.kernels_of(compile._problems(arguments, device), device)) for device in devices)
@@ -34,7 +34,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch, capsys, cache):
-    """`compile --all` in this process, of rms_norm and many rows alone: three kernels for each length and dtype."""
+    """Run `compile --all` in this process, with rms_norm and many rows only: three kernels for a length and dtype."""
     monkeypatch.setenv(*next(iter(cache.items())))
     monkeypatch.setattr(matrix, "OPS", ("rms_norm",))
     monkeypatch.setattr(matrix, "NUMBERS_OF_ROWS", [matrix.ROWS])
@@ -54,7 +54,7 @@ def test_all_architectures_without_a_gpu(compiled, monkeypatch):
     monkeypatch.setattr(compile, "why_no_gpu", lambda: "hidden by a test")
     count, architectures, registers, _ = compiled("--cols", "100", "--dtype", "bfloat16")
     assert architectures == ", ".join(f"sm_{arch}" for arch in KNOWN)
-    assert int(count) == kernels(*KNOWN) == 3 * len(KNOWN)  # forward, backward, one that sums
+    assert int(count) == kernels(*KNOWN) == 3 * len(KNOWN)  # forward, backward, and one that adds up partial rows
     assert 0 < int(registers) <= 255
 
 
@@ -63,7 +63,8 @@ def test_all_architectures_without_a_gpu(compiled, monkeypatch):
 def test_several_lengths_dtypes_and_architectures(compiled, cache, tmp_path):
     options = ("--cols", "100", "300", "--dtype", "float16", "float32", "--weight-dtype", "float32")
     count, architectures, *_ = compiled(*options, "--arch", "80", "90")
-    # One that sums for each dtype, and what an H100 has beside an H200's: backward of 300 columns of float32.
+    # Two more kernels add up partial rows, one for each dtype. The last one is an H100's only: backward of 300 columns
+    # of float32.
     assert (int(count), architectures) == ((2 * 2 * 2 + 2) * 2 + 1, "sm_80, sm_90")
     kept = [entry for entry in os.scandir(cache["CUNORM_CACHE_DIR"]) if entry.name.endswith(".cubin")]
     assert len(kept) == int(count)
@@ -86,7 +87,7 @@ def test_a_second_run_compiles_nothing(compiled, tmp_path):
 @pytest.mark.slow
 @needs_nvrtc
 def test_a_kernel_that_is_gone_is_compiled_again(compiled, tmp_path):
-    """Though what ptxas said of it is known."""
+    """It is compiled again though the cache knows what ptxas said of it."""
     compiled(*ONE_ROW, "--arch", "90")
     kept = sorted((tmp_path / "cache").glob("*.cubin"))
     kept[0].unlink()
@@ -131,7 +132,7 @@ def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, c
 @pytest.mark.slow
 @needs_nvrtc
 def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
-    """With what plans choose for few rows, and between."""
+    """The cache has the kernels that plans choose for few rows, for many, and for numbers between."""
     arguments = compile.argparse.Namespace(cols=[100, 4096], dtype=["bfloat16"], weight_dtype=None)
     problems = compile._problems(arguments, KNOWN[90])
     kept = set(matrix.kernels_of(problems, KNOWN[90]))
@@ -142,12 +143,12 @@ def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
 @pytest.mark.slow
 @needs_nvrtc
 def test_an_architecture_has_the_kernels_of_each_gpu_that_is_known(monkeypatch):
-    """Of rows of 1600 columns an H100 and an H200 have different ones."""
+    """An H100 and an H200 have different kernels for 1600 columns, and both are compiled."""
     asked = []
     monkeypatch.setattr(compile, "compile_all", lambda work, _: asked.extend(work) or [])
     assert main(["compile", "--all", "--cols", "1600", "--dtype", "bfloat16", "--arch", "90"]) == 0
     arguments = compile.argparse.Namespace(cols=[1600], dtype=["bfloat16"], weight_dtype=None)
-    needed = [set(matrix.kernels_of(compile._problems(arguments, one), one)) for one in known(90)]
+    needed = [set(matrix.kernels_of(compile._problems(arguments, device), device)) for device in known(90)]
     assert needed[0] != needed[1]
     assert len(asked) == len(set(asked))
     assert {spec for spec, _ in asked} == needed[0] | needed[1]
@@ -165,7 +166,7 @@ def test_without_cupy_it_says_what_to_install(tmp_path):
 
 
 def test_what_it_needs_is_asked_before_kernels_are_planned(monkeypatch, capsys):
-    """All plans take minutes."""
+    """A missing compiler is reported first, because all plans take minutes."""
     monkeypatch.setattr(compile, "why_no_compiler", lambda: "none is here")
     monkeypatch.setattr(compile, "_problems", lambda *_: pytest.fail("kernels were planned"))
     assert main(["compile", "--all"]) == 1

@@ -1,4 +1,4 @@
-"""Kernels compile without a GPU and keep their rows in registers: every kind for sm_90, one of each tier elsewhere."""
+"""Kernels compile without a GPU and spill no register: every kind for sm_90, and one of each tier elsewhere."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from cunorm.plan.resources import launch_shared, shared_memory
 from cunorm.plan.shapes import Tier, cluster_backward
 from cunorm.plan.spec import KernelSpec
 
-MAIN = 90  # the architecture on which options of kernels are compiled too
-PARTS = 8  # of the longest lists, for pytest-xdist
+MAIN = 90  # kernels with all options are compiled for this architecture
+PARTS = 8  # the longest lists are divided into so many, for pytest-xdist
 GENERATIONS = ((75,), (80, 86, 89), (100, 120))  # the other architectures; those of one generation share the work
 
 
 def covering(
     problems: Iterable[Problem], devices: Iterable[Device], factors: Callable[[Problem], dict[str, Hashable]]
 ) -> list[KernelSpec]:
-    """Kernels that show every value of every factor with each kernel family, tier, and CTA or cluster.
+    """Return kernels that show every value of every factor with each kernel, tier, and CTA or cluster.
 
     `python -m cunorm compile --all` compiles all combinations. The first kernel that has a value is taken, and problems
     begin with those of a tier's longest row, which needs the most registers.
@@ -53,7 +53,7 @@ def covering(
 
 
 def factors_of_a_norm(problem: Problem) -> dict[str, Hashable]:
-    """The dtype of every array, the norm with each dtype of x, which arrays there are, alignment, zero-centring."""
+    """Return the factors of a norm: dtypes, the norm with the dtype of x, absent arrays, alignment, zero-centring."""
     dtypes = {operand.name: operand.dtype for operand in problem.operands}
     return {
         **dtypes,
@@ -66,7 +66,7 @@ def factors_of_a_norm(problem: Problem) -> dict[str, Hashable]:
 
 
 def factors_of_a_fusion(problem: Problem) -> dict[str, Hashable]:
-    """The operation, the dtype, and what shares a scale of FP8 output."""
+    """Return the factors of a fused operation: itself, the dtype, and what shares a scale of FP8 output."""
     scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
     return {"operation": problem.operation, "dtype": problem.row_dtype, "scales": scales}
 
@@ -88,8 +88,8 @@ def test_no_kernel_spills(part):
     assert_none_spills(kernels_of_norms()[part::PARTS], MAIN)
 
 
-# What a kernel's options do to its registers one architecture shows; ptxas is another compiler for each architecture,
-# and what it makes of a tier shows in one kernel of the tier for each size of x.
+# One architecture shows what a kernel's options do to its registers. For each other architecture ptxas is another
+# compiler, and one kernel of each tier and size of x shows what it makes of the tier.
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [arch for generation in GENERATIONS for arch in generation])
@@ -98,7 +98,7 @@ def test_no_kernel_spills_on_other_architectures(arch):
 
 
 def shared_out(generation: tuple[int, ...]) -> dict[int, list[KernelSpec]]:
-    """One kernel of each tier and size of x, each on one of the architectures that have it, in turn."""
+    """Share out one kernel of each tier and size of x among the architectures of a generation that have it."""
     archs_of = defaultdict(list)
     for arch in generation:
         for spec in matrix.once_each(problems_of(arch), KNOWN[arch]):
@@ -117,7 +117,7 @@ def test_every_architecture_is_compiled():
 @needs_nvrtc
 @pytest.mark.parametrize("arch", KNOWN)
 def test_no_cast_spills(arch):
-    """What makes operands in 8 bits: a third of it for one architecture, every twentieth for the others."""
+    """Every third kernel that casts to FP8 is compiled for one architecture, and every twentieth for the others."""
     specs = float8_plan.kernels_of(matrix.casts(KNOWN[arch]))[:: 3 if arch == MAIN else 20]
     for spec in specs:
         assert (spec.threads % 32, spec.dynamic_shared + spec.shared_memory <= KNOWN[arch].shared) == (0, True)
@@ -164,7 +164,7 @@ def assert_none_spills(specs: list[KernelSpec], arch: int) -> None:
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_reaches_every_tier(direction, arch):
-    """Also one that is added tomorrow; clusters only where there are any."""
+    """The set follows the tiers of the plan, also new ones, and has clusters where the architecture has them."""
     device, problems = KNOWN[arch], problems_of(arch)
     chosen = {tier_of(problem, device) for problem in problems if problem.direction == direction}
     assert {choice and choice[0] for choice in chosen} == reachable(direction, device)
@@ -194,9 +194,9 @@ def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
 
 
 def reachable(direction: str, device: Device) -> set[Tier | None]:
-    """What the longest rows of each tier, one column more, and powers of two find, whatever is beside x.
+    """Return the tiers that the longest rows of each tier, one column more, and powers of two take, with many dtypes.
 
-    Shared memory and architecture rule tiers out.
+    Shared memory and architecture rule other tiers out.
     """
     dtypes = [*product(("float32", "float64"), ITEMSIZE, (None, "float16")), ("bfloat16", "bfloat16", None)]
     problems = []
@@ -222,7 +222,7 @@ def test_once_each_reaches_every_kernel_of_every_tier(arch):
 
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_holds_every_pair_of_values(direction):
-    """Of two factors, in each tier; what cannot be together is taken out afterwards."""
+    """Each pair of values of two factors occurs in each tier. What cannot be together is taken out later."""
     sizes = [len(values) for values in matrix.FACTORS[direction].values()]
     assert max(sizes) <= matrix.LEVELS
     rows = matrix.orthogonal_array()

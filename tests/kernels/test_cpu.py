@@ -1,4 +1,4 @@
-"""The kernels' own source, run on the CPU: rows in their places, extreme numbers, options and layouts."""
+"""The kernels' text on the CPU: rows that wait in shared memory, extreme numbers, options and layouts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from cunorm.plan.steps import Step
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 
-# In the backward pass a row is held by a part of a warp, a warp, two warps, a CTA (two rows at once), a cluster.
+# These rows are held by a part of a warp, a warp, two warps, a CTA (two rows at once) and a cluster.
 IN_PLACES = ((128, "float16"), (504, "float16"), (704, "float16"), (6000, "float32"), (3202, "float64"))
 
 
 def at_once(spec: NormSpec) -> int:
-    """Rows that a thread has or waits for: an aligned one that it keeps has left its place."""
+    """Return how many rows a thread has or waits for. An aligned row that it keeps in registers has left its stage."""
     return spec.stages + (spec.rows_in_registers and spec.aligned)
 
 
@@ -47,7 +47,7 @@ def backward_step(rows: int, cols: int, dtype: str) -> Step:
 
 
 def rows_that_take(wanted: int, cols: int, dtype: str) -> int:
-    """The fewest rows of which every thread takes so many."""
+    """Return the smallest number of rows for which every thread takes `wanted` of them."""
     return next(rows for rows in range(1, 1000) if turns(rows, backward_step(rows, cols, dtype)) == wanted)
 
 
@@ -74,7 +74,7 @@ def test_rows_fill_their_places_in_part_and_more_than_once(cols, dtype, filled):
     ("moved_by", "output_mask"), [(0, (False, True, True)), (1, (True, True, True)), (1, (False, True, True))]
 )
 def test_a_row_takes_the_place_of_the_present_one(moved_by, output_mask):
-    """Without dx it has been read after the first pass; at odd addresses neighbours read what a thread copied."""
+    """Without dx, a row is not needed after the first pass. At odd addresses neighbours read what a thread copied."""
     rows, cols, dtype = 3, 200000, "float32"
     spec = backward_step(rows, cols, dtype).spec
     assert isinstance(spec, NormSpec)
@@ -114,7 +114,7 @@ def test_rows_far_from_zero(cols, dtype, device, offset):
     ],
 )
 def test_equal_values_up_to_the_largest(cols, dtype, device, value):
-    """Their mean is they, to the bit: one step of the format beside it squared would be infinite."""
+    """The mean has the bits of the values. If it was off by one ulp, the square of that would be infinite."""
     x, _, weight, bias = inputs(numpy, 3, cols, dtype, offset=value)
     assert (x == x[:, :1]).all()
     y, mean, _ = forward(Machine(), "layer_norm", x, weight, bias, device=device)
@@ -126,7 +126,7 @@ def test_equal_values_up_to_the_largest(cols, dtype, device, value):
     ("cols", "device"), [(33, SMALL), (129, SMALL), (4100, SMALL), (33333, SMALL), (16393, WITHOUT_CLUSTERS)]
 )
 def test_where_squares_overflow_rstd_is_zero(cols, device):
-    """As with torch. The square of the mean's distance from the pivot overflows too: infinite less infinite is NaN."""
+    """rstd is zero as with torch. It is not NaN, though the square of the mean less the pivot overflows too."""
     x, _, weight, bias = inputs(numpy, 3, cols, "float32")
     y, _, rstd = forward(Machine(), "layer_norm", x * numpy.float32(1e25), weight, bias, device=device)
     numpy.testing.assert_array_equal(rstd, numpy.zeros(3))
@@ -135,7 +135,7 @@ def test_where_squares_overflow_rstd_is_zero(cols, device):
 
 @pytest.mark.parametrize("cols", [129, 1001, 4100, 33333])
 def test_means_beyond_the_sum_that_float_holds(cols):
-    """Deviations of a few steps of float32, whose squares it holds."""
+    """The sum of a row overflows, but the deviations are a few ulps, whose squares float32 holds."""
     x, _, weight, bias = inputs(numpy, 3, cols, "float32")
     x = (x * 3e16 + numpy.float32(4e23) * numpy.sign(x[:, :1])).astype("float32")
     y, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias)
@@ -144,7 +144,7 @@ def test_means_beyond_the_sum_that_float_holds(cols):
 
 @pytest.mark.parametrize(("rows", "rows_per_cta"), [(1, 4), (2, 8)])
 def test_row_groups_without_rows_wait_for_their_weight(rows, rows_per_cta):
-    """It waits in shared memory, and nobody reads it there."""
+    """The weight waits in shared memory, where row groups without a row never read it."""
     (_, spec) = tier_of(problem("backward", rows, 136, "bfloat16", weight="float64"), SMALL) or pytest.fail("streamed")
     assert (spec.rows_per_cta, weight_waits(spec), spec.aligned) == (rows_per_cta, True, True)
     x, dy, weight, bias = inputs(numpy, rows, 136, "bfloat16", weight="float64", bias="float64")
@@ -165,7 +165,7 @@ def test_wide_weight_and_bias_beside_bfloat16(cols, wide):
     [(8191, SMALL, 2, 1), (704, LITTLE_SHARED, 2, 3), (129, LITTLE_SHARED, 2, 12)],
 )
 def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta):
-    """Where shared memory does not hold all of them, and then a CTA takes fewer rows."""
+    """Shared memory does not hold as many stages of a wide dy, so that a CTA has fewer stages or rows."""
     narrow, wide = (problem("backward", 40, cols, "float16", y=y) for y in ("float16", "float64"))
     (_, spec) = tier_of(wide, device) or pytest.fail("streamed")
     assert (at_once(spec), spec.rows_per_cta) == (places, rows_per_cta)
@@ -178,7 +178,7 @@ def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta)
 @pytest.mark.parametrize("cols", [129, 3000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_dtypes_beside_x(dtype, cols):
-    """weight, bias, y and dy each of another dtype."""
+    """weight, bias, y and dy each have another dtype."""
     others = [other for other in DTYPES if other != dtype]
     x, dy, weight, bias = inputs(numpy, 5, cols, dtype, weight=others[0], bias=others[1], dy=others[2])
     y = numpy.empty_like(dy)
@@ -215,7 +215,7 @@ def test_options(cols, device, name):
 @pytest.mark.parametrize(("rows", "last"), [(16, "column_gradients"), (40, "sum_partials")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dbias_alone(dtype, rows, last):
-    """Nothing but dy is read. Up to 16 rows are one launch."""
+    """The gradient of bias reads only dy. Up to 16 rows take one launch."""
     x, dy, weight, _ = inputs(numpy, rows, 1001, dtype)
     solution = plan(problem("backward", rows, 1001, dtype, wanted=("bias",)), MANY_SMS)
     dbias = numpy.full(1001, numpy.nan, weight.dtype)
@@ -225,7 +225,7 @@ def test_dbias_alone(dtype, rows, last):
 
 
 def layouts(rows: int, cols: int, dtype: str) -> dict[str, tuple]:
-    """(x, dy, weight, bias, y) where addresses or strides rule vector access out, and where they do not."""
+    """Return (x, dy, weight, bias, y) in layouts that rule vector access out, and in some that do not."""
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
     y = numpy.empty_like(x)
     vector_cols = 16 // x.itemsize
@@ -253,16 +253,14 @@ def test_layouts(cols, dtype, name):
 
 @pytest.mark.parametrize("cols", [8192, 10240, 12288])
 def test_what_two_ctas_add_up_has_the_same_bits_at_odd_addresses(cols):
-    """In as many partial rows: four multiprocessors leave two or four. Rounded to 16 bits sums in another order would
-    be the same.
-    """
+    """Both leave as many partial rows, so that sums have the same order. They are float32 to show every bit."""
     options = {"device": FEW_SMS, "as_many": True}
     x, dy, weight, bias = inputs(numpy, 13, cols, "bfloat16", weight="float32", bias="float32")
     _, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias, device=FEW_SMS)
     aligned = backward(Machine(), "layer_norm", dy, x, mean, rstd, weight, **options)
     moved = backward(Machine(), "layer_norm", misplaced(dy, 1), misplaced(x, 1), mean, rstd, weight, **options)
-    for name, one, other in zip(("dx", "dweight", "dbias"), aligned, moved, strict=True):
-        assert same_bits(one, other), name
+    for name, gradient, moved_gradient in zip(("dx", "dweight", "dbias"), aligned, moved, strict=True):
+        assert same_bits(gradient, moved_gradient), name
 
 
 @pytest.mark.parametrize("build", ["results", "memory", "races"])
@@ -272,7 +270,7 @@ def test_what_two_ctas_add_up_has_the_same_bits_at_odd_addresses(cols):
     [("float16", "float32"), ("float32", "float16"), ("float64", "bfloat16"), ("bfloat16", "float64")],
 )
 def test_packs_of_every_size_at_every_address(dtype, other, cols, build):
-    """Of 4 to 64 bytes, for as many rows as an odd stride takes to begin at the same place again."""
+    """Vectors have 4 to 64 bytes, and there are enough rows that an odd stride reaches every alignment."""
     x, dy, weight, bias = inputs(numpy, 9, cols, dtype, weight=other, bias=other, dy=other)
     x, dy, y = (in_wider_rows(array, 2 - cols % 2) for array in (x, dy, numpy.empty_like(dy)))
     for matrix in (x, dy, y):
@@ -296,5 +294,5 @@ def test_the_order_of_threads_does_not_show():
         for as_many in (False, True):
             gradients = backward(machine, "layer_norm", dy, x, mean, rstd, weight, as_many=as_many)
             results[as_many].append((y, mean, rstd, *gradients))
-    for arrays in itertools.chain(*(zip(*found, strict=True) for found in results)):
+    for arrays in itertools.chain(*(zip(*launches, strict=True) for launches in results)):
         assert len({array.tobytes() for array in arrays}) == 1

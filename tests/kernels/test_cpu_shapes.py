@@ -1,4 +1,4 @@
-"""The kernels' own source, run on the CPU: every shape of a table that reaches every kernel."""
+"""The kernels' text on the CPU, in every shape of a table that reaches every kernel."""
 
 from __future__ import annotations
 
@@ -24,28 +24,35 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 @pytest.mark.slow
 def test_the_table_reaches_every_kind_of_kernel():
-    """A change of the plan must not leave one without tests."""
-    solutions = [plan(*one) for direction in TABLES for one in problems(direction)]
-    solutions += [plan_of_many(*one) for one in problems("backward")]
+    """A change of the plan must not leave a kernel without tests."""
+    solutions = [plan(*case) for direction in TABLES for case in problems(direction)]
+    solutions += [plan_of_many(*case) for case in problems("backward")]
     steps = [step for solution in solutions for step in solution.steps]
-    # Those that test_float8.py and test_sandwich.py run.
+    # test_float8.py and test_sandwich.py run these.
     elsewhere = {"forward_pairs", "forward_twice"}
     assert {step.spec.kernel for step in steps} == set(FILES) - elsewhere
     assert {step.spec.aligned for step in steps if isinstance(step.spec, NormSpec)} == {True, False}
-    sums = [(one, step.spec) for one in solutions for step in one.steps if step.spec.kernel == "sum_partials"]
-    # A thread takes several partial rows. Added up in a warp and among warps, among warps (two kinds), by a thread.
-    assert any(one.groups > spec.rows_per_cta > 1 for one, spec in sums)
-    assert {holder(spec) for one, spec in sums if one.groups > 1} == {"part of a warp", "warp", "warps", "CTA"}
+    sums = [
+        (solution, step.spec) for solution in solutions for step in solution.steps if step.spec.kernel == "sum_partials"
+    ]
+    # A thread takes several partial rows. They are added up in a warp, among warps (two kinds), or by one thread.
+    assert any(solution.groups > spec.rows_per_cta > 1 for solution, spec in sums)
+    assert {holder(spec) for solution, spec in sums if solution.groups > 1} == {
+        "part of a warp",
+        "warp",
+        "warps",
+        "CTA",
+    }
     assert any(step.grid[1] > 1 for step in steps if step.spec.kernel == "column_gradients")
 
 
 @pytest.mark.parametrize("direction", TABLES)
 def test_the_table_reaches_every_tier(direction):
     table, mine = TABLES[direction], problems(direction)
-    chosen = [tier_of(*one) for op in OPS for one in problems(direction, op)]
+    chosen = [tier_of(*case) for op in OPS for case in problems(direction, op)]
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
-    # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
+    # The last of two choices is for dropout in the backward pass, which test_dropout.py runs.
     rules = {tier: tier.rule.vectors for tier in table if isinstance(tier.rule, ShapeChoices)}
     choices = {
         (tier, count) for tier, counts in rules.items() for count in (counts[:1] if len(counts) == 2 else counts)
@@ -56,35 +63,35 @@ def test_the_table_reaches_every_tier(direction):
     assert {spec.aligned for spec in specs if spec.stages} == {True, False}
     if direction == "backward":
         assert {weight_waits(spec) for spec in specs} == {True, False}
-    # A CTA and a cluster come back to the first stage for rows, and to the first set of slots.
-    first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
+    # With so many rows, a CTA and a cluster return to the first stage and to the first set of slots.
+    first_steps = [(case[0].rows, plan_of_many(*case).steps[0]) for case in mine]
     again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
     assert again >= ({1, 2} if rules else set())
 
 
 def test_the_table_reaches_every_way_to_add_up_gradients():
-    """Rows share a warp of a CTA, have one or several, all of the CTA, a cluster; one group of them or more."""
-    specs = [plan_of_many(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
+    """A part of a warp, a warp, several, a CTA or a cluster holds a row, and there are one group of rows or more."""
+    specs = [plan_of_many(*case).steps[0].spec for op in OPS for case in problems("backward", op)]
     ways = {(holder(spec), spec.final) for spec in specs if spec.kernel == "backward"}
     every = set(itertools.product(("part of a warp", "warp", "warps", "CTA", "cluster"), (True, False)))
     assert ways == every
 
 
 def test_the_table_reaches_backward_kernels_for_few_rows():
-    """By columns of a part of a warp or of several, beside rows that anybody holds."""
-    solutions = [plan(*one) for op in OPS for one in problems("backward", op)]
-    specs = [step.spec for one in solutions for step in one.steps if isinstance(step.spec, FewRowsSpec)]
+    """Columns are added up by a part of a warp or by several, and anything from there to a cluster holds a row."""
+    solutions = [plan(*case) for op in OPS for case in problems("backward", op)]
+    specs = [step.spec for solution in solutions for step in solution.steps if isinstance(step.spec, FewRowsSpec)]
     assert {holder(spec.rows) for spec in specs} == {"part of a warp", "warp", "warps", "CTA", "cluster"}
     assert {spec.columns.shape.threads >= 32 for spec in specs} == {True, False}
     assert {spec.rows.aligned for spec in specs} == {True, False}
 
 
 def test_the_table_reaches_forward_kernels_for_few_rows():
-    solutions = [plan(*one) for one in problems("forward") if one[0].rows <= one[1].sms]
-    specs = [step.spec for one in solutions for step in one.steps if step.spec.kernel != "forward_streamed"]
-    found = {(spec.kernel, holder(spec)) for spec in specs if not spec.stages}
+    solutions = [plan(*case) for case in problems("forward") if case[0].rows <= case[1].sms]
+    specs = [step.spec for solution in solutions for step in solution.steps if step.spec.kernel != "forward_streamed"]
+    kinds = {(spec.kernel, holder(spec)) for spec in specs if not spec.stages}
     with_more_threads = {("forward_spread", "CTA"), ("forward_spread", "cluster")}
-    assert found == {("forward", "part of a warp"), ("forward", "CTA")} | with_more_threads
+    assert kinds == {("forward", "part of a warp"), ("forward", "CTA")} | with_more_threads
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -99,7 +106,7 @@ def check_shape(name: str, op: str, machine: Machine) -> None:
     check(machine, op, x, dy, weight, bias, device=device)
 
 
-# One of each kind: what a sanitizer build can find does not depend on more.
+# One shape of each kind is enough, because what a sanitizer can find does not depend on more.
 SANITIZED = (
     "300x7-bfloat16",
     "320x33-float32",

@@ -22,24 +22,24 @@ DEVICE = KNOWN[ARCH]
 
 
 def library() -> Path | None:
-    found = find_spec("nvidia.cuda_nvrtc")
-    places = found.submodule_search_locations if found else None
-    return next((one for place in places or () for one in Path(place).glob("lib/libnvrtc.so.12")), None)
+    spec = find_spec("nvidia.cuda_nvrtc")
+    places = spec.submodule_search_locations if spec else None
+    return next((path for place in places or () for path in Path(place).glob("lib/libnvrtc.so.12")), None)
 
 
 def kinds() -> list:
-    """One kernel for all whose texts differ in numbers, types and expressions alone."""
+    """Return one kernel of each kind. Texts of a kind differ only in numbers, types and expressions."""
     problems = [*matrix.covering(DEVICE), *matrix.named_fusions()]
     problems += [*matrix.numbers_of_rows(), *matrix.fused_float8()]
     problems = [problem for problem in problems if not refused(problem, DEVICE)]
-    found = {}
+    spec_of_kind = {}
     for spec in [*matrix.kernels_of(problems, DEVICE), *float8_plan.kernels_of(matrix.casts(DEVICE))]:
         kind = (type(spec),)
         if isinstance(spec, NormSpec):
             choices = (spec.stages > 1, spec.cluster > 1, spec.aligned, spec.scales, spec.operation.prologue is None)
-            kind = (spec.kernel, spec.operation.norm, *choices, frozenset(one.kind for one in spec.operands))
-        found.setdefault(kind, spec)
-    return list(found.values())
+            kind = (spec.kernel, spec.operation.norm, *choices, frozenset(operand.kind for operand in spec.operands))
+        spec_of_kind.setdefault(kind, spec)
+    return list(spec_of_kind.values())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""From the plan to CUDA text, and what a compiler that refuses it says. What it accepts: test_compile_matrix.py."""
+"""The CUDA text of a plan's kernels, and errors of the compiler. test_compile_matrix.py tests what compiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_compile_error_holds_the_log(monkeypatch):
 
 
 def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
-    """CuPy's disk cache looks at the source alone: what is included must be in it."""
+    """CuPy's disk cache looks only at the source, so that everything included must be in it."""
     spec = spec_of_forward()
     original = source.source(spec)
     assert "#include" not in original
@@ -59,7 +59,7 @@ def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 def test_what_a_kernel_uses_is_known_however_often_it_was_compiled():
-    """Beside a driver NVRTC from 12.9 on keeps results, and says nothing of a kernel that it has."""
+    """NVRTC from 12.9 on keeps results where there is a driver, and then says nothing of resources."""
     (step,) = plan(problem("forward", 64, 4096, "bfloat16"), KNOWN[90]).steps
     first, again = (compile.compile_for(step.spec, 90) for _ in range(2))
     assert first == again

@@ -1,4 +1,4 @@
-"""launch.py itself, called as other frameworks call it: the stream it is given, threads, and errors of CUDA."""
+"""launch.py called as other frameworks call it: streams, threads, and errors of CUDA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_of(direction: str, cols: int) -> Plan:
 
 @pytest.mark.parametrize("cols", [1000, 600001])
 def test_a_launch_goes_to_the_stream_that_it_is_given(cols):
-    """CuPy's current stream is another, and is busy."""
+    """The launch does not wait for CuPy's current stream, which is busy."""
     x, dy, weight, bias = inputs(cupy, ROWS, cols, DTYPE)
     y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)
     dx, dweight, dbias = cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
@@ -52,7 +52,7 @@ def test_a_launch_goes_to_the_stream_that_it_is_given(cols):
 
 
 def test_a_thread_whose_first_use_of_cuda_is_a_call():
-    """Everything is compiled and the pool has memory: nothing but the launch makes CUDA's context current."""
+    """Only the launch makes CUDA's context current, because kernels are compiled and the pool has memory."""
     x, dy, weight, bias = inputs(cupy, ROWS, 1000, DTYPE)
 
     def call():
@@ -69,7 +69,7 @@ def test_a_thread_whose_first_use_of_cuda_is_a_call():
 
 
 def test_threads_that_launch_one_plan_at_once():
-    """Each has its own arguments."""
+    """Each thread launches with its own arguments."""
     arrays = [inputs(cupy, ROWS, 1000, DTYPE, seed=seed) for seed in range(8)]
     expected = [cunorm.layer_norm(x, None, weight, bias) for x, _, weight, bias in arrays]
     written = [[cupy.zeros_like(y) for _ in range(500)] for y in expected]
@@ -80,7 +80,7 @@ def test_threads_that_launch_one_plan_at_once():
             cunorm.layer_norm(x, None, weight, bias, out=out)
 
     with ThreadPoolExecutor(len(arrays)) as threads:
-        for future in [threads.submit(call, *each, outs) for each, outs in zip(arrays, written, strict=True)]:
+        for future in [threads.submit(call, *operands, outs) for operands, outs in zip(arrays, written, strict=True)]:
             future.result()
     cupy.cuda.runtime.deviceSynchronize()
     for y, outs in zip(expected, written, strict=True):
@@ -88,7 +88,7 @@ def test_threads_that_launch_one_plan_at_once():
 
 
 def test_a_launch_that_cuda_refuses():
-    """More shared memory than there is."""
+    """The launch asks for more shared memory than there is."""
     good = plan_of("forward", 1000)
     bad = replace(good, steps=(good.steps[0]._replace(dynamic_shared=1 << 20),))
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):

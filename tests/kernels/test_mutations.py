@@ -1,6 +1,4 @@
-"""The tests find what they are there to find: each mistake is put into the kernels' text (in memory), and what tests
-the kernels on the CPU must fail.
-"""
+"""The tests of kernels on the CPU find mistakes: each mistake is put into the kernels' text, and a check must fail."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ import cunorm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
-# A layer_norm: (rows, cols, dtype, options of cpu_functions.check and of inputs)
+# Cases of layer_norm: (rows, cols, dtype, options of cpu_functions.check and of inputs)
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "lanes": (3, 33, "float32", {}),
     "lanes, a row short": (15, 33, "float32", {}),
@@ -47,7 +45,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
     "cluster, the last CTA nearly full": (3, 12285, "float64", {}),
-    "buffers": (300, 36, "float32", {}),  # three for a row; five iterations
+    "buffers": (300, 36, "float32", {}),  # three stages, and five iterations over rows
     "in place": (3, 200000, "float32", {}),
     "in place, misplaced": (3, 200000, "float32", {"misplaced": True, "output_mask": (False, True, True)}),
     "wide weight": (40, 129, "bfloat16", {"weight": "float64"}),
@@ -194,7 +192,7 @@ MUTATIONS = (
 
 
 class Edit:
-    """Changes kernels' texts wherever `old` is found."""
+    """A function that replaces `old` by `new` in kernels' texts, and counts the texts that it changed."""
 
     def __init__(self, old: str, new: str):
         self.old, self.new = old, new
@@ -246,7 +244,7 @@ def run_fused(case: FusedRun, machine: Machine, as_many: bool) -> None:
 
 
 def finding(case: str, machine: Machine) -> str:
-    """What the first test to fail says, or nothing."""
+    """Return what the check says if it fails, or an empty text."""
     try:
         run(case, machine)
     except AssertionError as error:
@@ -263,7 +261,7 @@ def finding(case: str, machine: Machine) -> str:
     ],
 )
 def test_a_mistake_is_found(mutation, build, said):
-    """In one of the orders in which threads may run."""
+    """The mistake is found in at least one of the orders in which threads may run."""
     edit = Edit(mutation.old, mutation.new)
     findings = (finding(mutation.case, Machine(build, order, edit)) for order in ORDERS)
     first = next(filter(None, findings), "nothing is found")
@@ -273,7 +271,7 @@ def test_a_mistake_is_found(mutation, build, said):
 
 @pytest.mark.parametrize("case", ["CTA", "cluster"])
 def test_launches_ask_for_no_more_shared_memory_than_they_use(case):
-    """The last place of the last row is missed."""
+    """With 16 bytes less, a launch writes behind its shared memory."""
     assert "heap-buffer-overflow" in finding(case, Machine("memory", missing=16))
 
 

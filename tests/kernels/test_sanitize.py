@@ -1,4 +1,4 @@
-"""sanitize.py tells findings from a tool that fails, and from calls that were not all made."""
+"""sanitize.py distinguishes findings from a tool that fails, and from calls that were not all made."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def test_what_a_log_says(tool, log, code, expected):
 
 
 def test_parts_of_a_dtype_are_put_together():
-    clean, found = (
+    clean, faulty = (
         {**verdict("memcheck", log, code), "log": log.splitlines()} for _, log, code, _ in (CASES[0], CASES[3])
     )
     assert together("memcheck", "float16", [clean, clean])["calls"] == 16
-    assert together("memcheck", "float16", [clean, found]) == {
+    assert together("memcheck", "float16", [clean, faulty]) == {
         "tool": "memcheck",
         "dtype": "float16",
         "calls": 16,
         "findings": 1,
         "status": "findings",
-        "log": found["log"],
+        "log": faulty["log"],
     }
     lost = {**verdict("memcheck", "", None), "log": ["nothing"]}
-    both = together("memcheck", "float16", [lost, clean, found])
+    both = together("memcheck", "float16", [lost, clean, faulty])
     assert (both["findings"], both["status"]) == (1, "stopped after 1500 s, findings")
-    assert both["log"] == ["nothing", *found["log"]]
+    assert both["log"] == ["nothing", *faulty["log"]]
     assert together("memcheck", "float16", [lost])["calls"] is None
 
 
 @pytest.mark.slow
 def test_what_is_launched_is_known_without_a_gpu():
     pytest.importorskip("cupy", exc_type=ImportError)
-    found = kernels("float64", 0, KNOWN[90])
-    assert {spec.kernel for spec in found} >= {"forward", "forward_spread", "backward", "backward_few"}
+    launched = kernels("float64", 0, KNOWN[90])
+    assert {spec.kernel for spec in launched} >= {"forward", "forward_spread", "backward", "backward_few"}
     assert not [spec for spec in kernels("float64", 0, KNOWN[75]) if spec.cluster > 1]

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU itself: formats round as on a GPU, and misuse that a GPU may let pass is an error."""
+"""The stand-in for a GPU: its formats round as on a GPU, and misuse that a GPU may let pass is an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ const cpu::Kernel cpu::kernel = cpu::Erased<&entry>::kernel;
     ("cpp", "dtype"), [("half", numpy.dtype("float16")), ("bfloat16", numpy.dtype(ml_dtypes.bfloat16))]
 )
 def test_every_value_of_16_bits(cpp, dtype):
-    """Decoded; and encoded from itself, from half way to the next, and from beside that."""
+    """Each value is decoded, and encoded from itself, from half way to the next value, and from beside that."""
     words = numpy.arange(2**16, dtype="uint16")
     path = program(FORMATS.replace("FORMAT", cpp), "results")
     with numpy.errstate(all="ignore"):
@@ -55,7 +55,7 @@ def test_every_value_of_16_bits(cpp, dtype):
 
 
 def assert_same(actual, expected):
-    """NaN is NaN, whatever its bits; zeros have their sign."""
+    """Check that values are the same. Any NaN is NaN, but zeros must have the same sign."""
     actual, expected = actual.astype("float32"), expected.astype("float32")
     numpy.testing.assert_array_equal(actual, expected)
     number = ~numpy.isnan(expected)
@@ -63,13 +63,13 @@ def assert_same(actual, expected):
 
 
 def test_arguments_of_another_size_are_refused(monkeypatch):
-    """eps as eight bytes where the kernel reads four."""
+    """eps is passed as eight bytes where the kernel reads four."""
     monkeypatch.setitem(launch.NUMBERS, "float32", launch.NUMBERS["float64"])
     launch.prepared.cache_clear()  # another test may have run this plan
     x, dy, weight, bias = inputs(numpy, 3, 33, "float32")
     with pytest.raises(SanitizerError, match="the arguments of the launch are not those of the kernel"):
         check(Machine(), "layer_norm", x, dy, weight, bias)
-    launch.prepared.cache_clear()  # another test may yet run it
+    launch.prepared.cache_clear()  # another test may run it later
 
 
 DYNAMIC = 64 * 16  # bytes
@@ -226,7 +226,7 @@ def test_misuse_is_found(name):
 
 @pytest.mark.parametrize("build", ["results", "memory", "races"])
 def test_right_use_is_not(build):
-    """Values go from thread to thread by shared memory, shuffles and copies."""
+    """Values that go from thread to thread by shared memory, shuffles and copies raise no error."""
     body = """
     copy_async<16, Fetch::kNeighbours>(mine, out + thread / 4 * 4);
     copies_commit();
@@ -249,7 +249,7 @@ def test_right_use_is_not(build):
 
 @pytest.mark.parametrize("build", ["results", "memory"])
 def test_a_load_that_is_not_there_brings_zeros(build):
-    """And touches no memory, wherever it lies."""
+    """Such a load touches no memory, wherever its address is."""
     body = """
     uint32 words[4];
     load_words<Cache::kKept>(out + 1000003, words, false);
@@ -275,8 +275,8 @@ def test_shuffles_down_bring_the_next_lane():
     ],
 )
 def test_what_other_lanes_have_and_what_is_larger(expression, expected):
-    found = run_body(f"out[thread] = static_cast<float>({expression});", "results")
-    numpy.testing.assert_array_equal(found, expected(numpy.arange(64)))
+    values = run_body(f"out[thread] = static_cast<float>({expression});", "results")
+    numpy.testing.assert_array_equal(values, expected(numpy.arange(64)))
 
 
 def test_a_funnel_shift_takes_bits_of_both_words():
@@ -286,15 +286,15 @@ def test_a_funnel_shift_takes_bits_of_both_words():
 
 @pytest.mark.parametrize("build", ["results", "memory"])
 def test_a_covering_load_brings_its_bytes_and_nothing_beside_them(build):
-    """The last three floats of the array, from the second of a word on."""
+    """It loads the last three floats of the array, which begin with the second float of a vector."""
     body = """
     uint32 words[8];
     load_covering_words<Cache::kKept, 16, false>(out + 61, 0, 12, words);
     __syncthreads();
     if (thread < 8) out[thread] = word_to_float(words[thread]);
     """
-    found = run_body(body, build)
-    numpy.testing.assert_array_equal(found[:8], [numpy.nan, 61, 62, 63, *[numpy.nan] * 4])
+    values = run_body(body, build)
+    numpy.testing.assert_array_equal(values[:8], [numpy.nan, 61, 62, 63, *[numpy.nan] * 4])
 
 
 def test_shared_memory_is_not_zero_at_first():
@@ -302,7 +302,8 @@ def test_shared_memory_is_not_zero_at_first():
     assert numpy.isnan(run_body("out[thread] = mine[3];", "results")).all()
 
 
-# Three copies in two groups and a third that is not committed; what has come once all but so many groups must have.
+# Three copies are in two groups, a third group is empty, and a fourth copy is not committed. The kernel waits until at
+# most PENDING groups are under way.
 COPIES = """
 for (int i = 0; i < 4; ++i) mine[i] = -1;
 copy_async<4, Fetch::kAlone>(mine, out);
@@ -320,7 +321,7 @@ if (thread == 0) for (int i = 0; i < 4; ++i) out[i] = mine[i];
 @pytest.mark.parametrize("build", ["results", "memory"])
 @pytest.mark.parametrize(("pending", "come"), [(3, 0), (2, 2), (1, 3), (0, 3)])
 def test_copies_come_when_they_are_waited_for_and_no_sooner(pending, come, build):
-    """Before, the place holds neither what comes nor what was there."""
+    """Until then the place holds NaN, which is neither what comes nor what was there."""
     values = run_body(COPIES.replace("PENDING", str(pending)), build)[:4]
     numpy.testing.assert_array_equal(values, [*range(come), *[numpy.nan] * (4 - come)])
 

@@ -1,4 +1,4 @@
-"""Operands in 8 bits by their definition, in NumPy, and the kernels that make them on a Machine of cpu_device.py."""
+"""Casts of matrices to FP8: their definition in NumPy, and the kernels on a Machine of cpu_device.py."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 def matrix(rows: int, cols: int, dtype: str, seed: int = 0) -> numpy.ndarray:
-    """Rows and columns of many sizes, of zeros, and with what is not finite in the last ones."""
+    """Return a matrix whose rows and columns have many magnitudes, with one row and one column of zeros."""
     random = numpy.random.default_rng(seed)
     values = random.standard_normal((rows, cols))
     values *= numpy.exp(random.standard_normal((rows, 1)) + random.standard_normal(cols))
-    found = unwritten((rows, cols), dtype)
-    found[...] = values.astype(found.dtype)
-    found[rows // 2], found[:, cols // 3] = 0, 0
-    return found
+    array = unwritten((rows, cols), dtype)
+    array[...] = values.astype(array.dtype)
+    array[rows // 2], array[:, cols // 3] = 0, 0
+    return array
 
 
 def multipliers(largest: numpy.ndarray, dtype: str, power_of_2: bool = False) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(q, scale) of what has these largest values, in float32."""
+    """Return (q, scale) for these largest values. A value times q is rounded, and a byte times scale is the value."""
     number = numpy.float32(LARGEST[dtype])
     with numpy.errstate(all="ignore"):
         q = numpy.minimum(number / largest, numpy.float32(2.0**100))
@@ -51,79 +51,81 @@ def multipliers(largest: numpy.ndarray, dtype: str, power_of_2: bool = False) ->
 
 
 def rounded(values: numpy.ndarray, dtype: str) -> numpy.ndarray:
-    """The nearest numbers of 8 bits, as float32."""
+    """Return the nearest FP8 numbers, as float32."""
     with numpy.errstate(all="ignore"):
         return numpy.clip(values, -LARGEST[dtype], LARGEST[dtype]).astype(TYPES[dtype]).astype("float32")
 
 
-def check_bytes(found: numpy.ndarray, values: numpy.ndarray, q: Any, dtype: str) -> None:
-    """Every number; one NaN is as good as another, and a zero whatever its sign."""
-    assert (found.dtype, found.shape) == (numpy.uint8, values.shape)
+def check_bytes(actual: numpy.ndarray, values: numpy.ndarray, q: Any, dtype: str) -> None:
+    """Check every byte. One NaN is as good as another, and so is a zero of either sign."""
+    assert (actual.dtype, actual.shape) == (numpy.uint8, values.shape)
     with numpy.errstate(all="ignore"):
         expected = rounded(values * q, dtype)
-    got = found.view(TYPES[dtype]).astype("float32")
+    got = actual.view(TYPES[dtype]).astype("float32")
     same = (got == expected) | (got != got) & (expected != expected)
     wrong = numpy.argwhere(~same)
-    assert len(wrong) == 0, f"{len(wrong)} bytes of {found.size} are wrong, the first at {wrong[0]}"
+    assert len(wrong) == 0, f"{len(wrong)} bytes of {actual.size} are wrong, the first at {wrong[0]}"
 
 
-def check_scales(found: numpy.ndarray, expected: numpy.ndarray) -> None:
-    assert found.dtype == numpy.float32
-    numpy.testing.assert_allclose(found, expected, rtol=2**-23, err_msg="scales")
+def check_scales(actual: numpy.ndarray, expected: numpy.ndarray) -> None:
+    assert actual.dtype == numpy.float32
+    numpy.testing.assert_allclose(actual, expected, rtol=2**-23, err_msg="scales")
 
 
 class Rows(NamedTuple):
-    found: numpy.ndarray
+    """A matrix that was cast by rows: its bytes, the scales of rows, the sums and maxima of columns."""
+
+    cast: numpy.ndarray
     scales: numpy.ndarray | None
     sums: numpy.ndarray | None
     maxima: numpy.ndarray | None
 
 
-def check_rows(a: numpy.ndarray, found: Rows, dtype: str, *, given: Any = None, power_of_2: bool = False) -> None:
-    """Bytes and scales by rows; sums and maxima of columns against float64."""
+def check_rows(a: numpy.ndarray, rows: Rows, dtype: str, *, given: Any = None, power_of_2: bool = False) -> None:
+    """Check bytes and scales by rows, and sums and maxima of columns against float64."""
     values = a.astype("float32")
     if given is None:
         q, scales = multipliers(largest_of(values, 1), dtype, power_of_2)
-        assert found.scales is not None
-        check_scales(found.scales, scales)
-        check_bytes(found.found, values, q[:, None], dtype)
+        assert rows.scales is not None
+        check_scales(rows.scales, scales)
+        check_bytes(rows.cast, values, q[:, None], dtype)
     else:
-        check_bytes(found.found, values, numpy.float32(1) / numpy.float32(given), dtype)
+        check_bytes(rows.cast, values, numpy.float32(1) / numpy.float32(given), dtype)
     exact = a.astype("float64")
     with numpy.errstate(invalid="ignore"):
-        if found.sums is not None:
+        if rows.sums is not None:
             bound = abs(exact).sum(0) * 2**-23 * (3 + numpy.log2(len(a)) + len(a) / 16)
-            wrong = ~(abs(found.sums - exact.sum(0)) <= bound) & numpy.isfinite(exact.sum(0))
+            wrong = ~(abs(rows.sums - exact.sum(0)) <= bound) & numpy.isfinite(exact.sum(0))
             assert not wrong.any(), f"the sums of columns {numpy.flatnonzero(wrong)[:5]} are wrong"
-            assert not numpy.isfinite(found.sums[~numpy.isfinite(exact.sum(0))]).any(), "sums of what is not finite"
-    if found.maxima is not None:
-        numpy.testing.assert_array_equal(found.maxima, largest_of(values, 0), err_msg="maxima of columns")
+            assert not numpy.isfinite(rows.sums[~numpy.isfinite(exact.sum(0))]).any(), "a sum should not be finite"
+    if rows.maxima is not None:
+        numpy.testing.assert_array_equal(rows.maxima, largest_of(values, 0), err_msg="maxima of columns")
 
 
 def largest_of(values: numpy.ndarray, axis: int) -> numpy.ndarray:
-    """max|value|, NaN if any is."""
+    """Return max|value| along an axis, which is NaN if a value is."""
     return abs(values).max(axis=axis, initial=0).astype("float32")
 
 
 def check_columns(
-    values: numpy.ndarray, found: numpy.ndarray, scales: Any, largest: Any, dtype: str, *, given: Any = None, **options
+    values: numpy.ndarray, actual: numpy.ndarray, scales: Any, largest: Any, dtype: str, *, given: Any = None, **options
 ) -> None:
-    """Bytes and scales by columns of float32 values (rows, cols), and zeros behind the rows."""
+    """Check bytes and scales by columns of float32 values (rows, cols), and the zeros behind the rows."""
     rows, cols = values.shape
-    assert found.shape == (cols, padded(rows))
-    assert not found[:, rows:].any(), "padding is zero"
+    assert actual.shape == (cols, padded(rows))
+    assert not actual[:, rows:].any(), "padding is zero"
     if given is None:
         q, expected = multipliers(largest, dtype, **options)
         check_scales(scales, expected)
     else:
         q = numpy.full(cols, numpy.float32(1) / numpy.float32(given))
-    check_bytes(numpy.ascontiguousarray(found[:, :rows].T), values, q, dtype)
+    check_bytes(numpy.ascontiguousarray(actual[:, :rows].T), values, q, dtype)
 
 
 def normalised(
     x: numpy.ndarray, mean: Any, rstd: numpy.ndarray, weight: Any, bias: Any, operation: str
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(z in float32, rounded as the kernel's z is, the bound of |z| of each column)"""
+    """Return z in float32, rounded as the kernel rounds it, and the bound of |z| for each column."""
     gamma = numpy.float32(1) if weight is None else weight.astype("float32")
     if operation.startswith("zero") and weight is not None:
         gamma = gamma + numpy.float32(1)
@@ -133,7 +135,7 @@ def normalised(
     xhat = x.astype("float32")
     xhat = (xhat - mean[:, None] if mean is not None else xhat) * rstd[:, None]
 
-    def fused(a, b, c):  # a * b + c, rounded once (but for one in 2^29)
+    def fused(a, b, c):  # a * b + c, rounded once, except for one case in 2^29
         return (a.astype("float64") * b + c).astype("float32")
 
     bound = fused(numpy.full(cols, root), numpy.float64(1) * abs(gamma), numpy.float64(1) * abs(beta))
@@ -150,16 +152,16 @@ def cast_rows(
     problem = RowsProblem(
         rows, cols, a.dtype.name, NAMES[dtype], row_stride(a), aligned(a), given=given is not None, **options
     )
-    found = Rows(
+    results = Rows(
         unwritten((rows, cols), "uint8"),
         None if given is not None else unwritten(rows, "float32"),
         unwritten(cols, "float32") if problem.sums else None,
         unwritten(cols, "float32") if problem.maxima else None,
     )
     known = {} if given is None else {"given": numpy.full(1, given, "float32")}
-    arrays = {"bytes": found.found, "scales": found.scales, "sums": found.sums, "maxima": found.maxima}
+    arrays = {"bytes": results.cast, "scales": results.scales, "sums": results.sums, "maxima": results.maxima}
     run(machine, plan_rows(problem, device), a=a, **arrays, **known)
-    return found
+    return results
 
 
 def cast_columns(
@@ -176,10 +178,10 @@ def cast_columns(
     problem = ColumnsProblem(
         rows, cols, a.dtype.name, NAMES[dtype], row_stride(a), aligned(a), given is not None, power_of_2
     )
-    found, scales = unwritten((cols, padded(rows)), "uint8"), unwritten(cols, "float32")
+    cast, scales = unwritten((cols, padded(rows)), "uint8"), unwritten(cols, "float32")
     known = {"maxima": maxima, "scales": scales} if given is None else {"given": numpy.full(1, given, "float32")}
-    run(machine, plan_columns(problem, device), a=a, bytes=found, **known)
-    return found, scales
+    run(machine, plan_columns(problem, device), a=a, bytes=cast, **known)
+    return cast, scales
 
 
 def normalised_columns(
@@ -196,7 +198,7 @@ def normalised_columns(
     device: Device = SMALL,
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     rows, cols = x.shape
-    given = {name: one for name, one in (("weight", weight), ("bias", bias)) if one is not None}
+    given = {name: parameter for name, parameter in (("weight", weight), ("bias", bias)) if parameter is not None}
     problem = ColumnsProblem(
         rows,
         cols,
@@ -206,13 +208,13 @@ def normalised_columns(
         aligned(x),
         power_of_2=power_of_2,
         operation=NAMED[operation].given(given),
-        affine=tuple((name, one.dtype.name) for name, one in given.items()),
+        affine=tuple((name, parameter.dtype.name) for name, parameter in given.items()),
         affine_aligned=aligned(*given.values()),
     )
-    found, scales = unwritten((cols, padded(rows)), "uint8"), unwritten(cols, "float32")
+    cast, scales = unwritten((cols, padded(rows)), "uint8"), unwritten(cols, "float32")
     statistics = {"rstd": rstd} | ({} if mean is None else {"mean": mean})
-    run(machine, plan_columns(problem, device), a=x, bytes=found, scales=scales, **given, **statistics)
-    return found, scales
+    run(machine, plan_columns(problem, device), a=x, bytes=cast, scales=scales, **given, **statistics)
+    return cast, scales
 
 
 def scaled(
@@ -227,5 +229,5 @@ def scaled(
 
 
 def run(machine: Machine, plan: Any, **arrays: Any) -> None:
-    assert {name for name, one in arrays.items() if one is not None} == set(plan.problem.pointers)
+    assert {name for name, array in arrays.items() if array is not None} == set(plan.problem.pointers)
     machine.run(plan, {}, **arrays)

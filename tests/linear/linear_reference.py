@@ -1,9 +1,10 @@
 """The norm with its product in wide arithmetic, and how near to it a result must be.
 
-x (rows, in), weight (out, in): NumPy or CuPy matrices, compared on the host. z is the normalised tensor, dz the
-gradient that reaches it. Both may be rounded to the dtype of x, as the two operators do: y and dweight may be off by
-the rounding of z, whose errors are independent of each other, dx, dln_weight and dln_bias by that of dz, each by what
-its own sums and its own rounding cost besides, and what the norm computes by what reference.py allows.
+x (rows, in) and weight (out, in) are NumPy or CuPy matrices, compared on the host. z is the normalised tensor, and dz
+is its gradient. Both may be rounded to the dtype of x, as the two operators do, with errors that are independent of
+each other. So y and dweight may be off by the rounding of z, and dx, dln_weight and dln_bias by that of dz. Each may
+also be off by what its own sums and its own rounding cost. What the norm computes may be off by what reference.py
+allows.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from reference import (
 )
 
 Array = Any
-ROUNDINGS = 6  # standard deviations of a sum of rounding errors that a result may be off
+ROUNDINGS = 6  # how many standard deviations of its sum of rounding errors a result may be off
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 NAMES = ("dx", "dweight", "dbias", "dln_weight", "dln_bias")
 
 
 class Call(NamedTuple):
-    """Everything that a result depends on."""
+    """The arrays and options of a call, on which its results depend."""
 
     op: str
     x: Array
@@ -49,11 +50,11 @@ class Call(NamedTuple):
 def inputs(
     op: str, rows: int, cols: int, outs: int, dtype: str, *, offset: float = 1.0, ln_dtype: str | None = None, **options
 ) -> Call:
-    """Rows of mean +-offset and standard deviation 1, and parameters of which none is what it would be left out."""
+    """Return rows of mean +-offset and standard deviation 1, and parameters that differ from neutral ones."""
     random = numpy.random.default_rng(rows + cols + outs)
 
-    def normal(*shape: int, of: str = dtype, scale: float = 1.0, shift: float = 0.0) -> Array:
-        return narrow(shift + scale * random.standard_normal(shape), of)
+    def normal(*shape: int, kind: str = dtype, scale: float = 1.0, shift: float = 0.0) -> Array:
+        return narrow(shift + scale * random.standard_normal(shape), kind)
 
     sign = 1.0 - 2.0 * (numpy.arange(rows) % 2)
     x = narrow(random.standard_normal((rows, cols)) + offset * sign[:, None], dtype)
@@ -63,8 +64,8 @@ def inputs(
         x,
         normal(outs, cols, scale=cols**-0.5),
         normal(outs),
-        normal(cols, of=ln_dtype, scale=0.5, shift=0.0 if options.get("zero_centered_gamma") else 1.0),
-        normal(cols, of=ln_dtype) if op == "layer_norm" else None,
+        normal(cols, kind=ln_dtype, scale=0.5, shift=0.0 if options.get("zero_centered_gamma") else 1.0),
+        normal(cols, kind=ln_dtype) if op == "layer_norm" else None,
         normal(rows, outs, shift=0.5),
         0.3,
         **options,
@@ -72,7 +73,7 @@ def inputs(
 
 
 def check_forward(call: Call, y: Array, *, rounded_mean: bool = False) -> None:
-    """`rounded_mean`: the mean was rounded to the format of the arithmetic before z was computed, as torch does."""
+    """Check y. With `rounded_mean`, the mean may have been rounded before z was computed, as torch does."""
     dtype = call.x.dtype.name
     wide = _wide(call)
     statistics, z = _normalised(wide)
@@ -84,7 +85,7 @@ def check_forward(call: Call, y: Array, *, rounded_mean: bool = False) -> None:
 
 
 def check_backward(call: Call, gradients: tuple[Array | None, ...], *, rounded_mean: bool = False) -> None:
-    """(dx, dweight, dbias, dln_weight, dln_bias), None is not looked at; `rounded_mean` as in check_forward."""
+    """Check (dx, dweight, dbias, dln_weight, dln_bias), except those that are None. `rounded_mean` is as above."""
     dtype = call.x.dtype.name
     ln_dtype = dtype if call.ln_weight is None else call.ln_weight.dtype.name
     eps = _eps(dtype)
@@ -132,11 +133,11 @@ def _wide(call: Call) -> Call:
     return Call(*[widen(value) if isinstance(value, numpy.ndarray) else value for value in arrays])
 
 
-# What a number may be off, before its own rounding.
+# These functions say how far a number may be off, before its own rounding.
 
 
 def _eps(dtype: str) -> float:
-    """Of the arithmetic."""
+    """Return the eps of the arithmetic, which is float64 for float64 and else float32."""
     return 2.0 ** (1 - FORMATS["float64" if dtype == "float64" else "float32"][0])
 
 
@@ -149,19 +150,19 @@ def _of_z(wide: Call, statistics: Statistics, z: Array, dtype: str, rounded_mean
 
 
 def _of_rounding(values: Array, dtype: str) -> Array:
-    """Of values that are near these; where they are subnormal the distance of neighbours does not shrink with them."""
+    """Return the error of rounding such values. The distance of subnormal neighbours does not shrink with them."""
     return numpy.maximum(abs(values) * 2.0 ** -FORMATS[dtype][0], ulp(0 * values, dtype) / 2)
 
 
 def _of_product(a: Array, of_a: Array | int, b: Array, of_b: Array | int, dtype: str) -> Array:
-    """Of a b: errors of its operands, independent of each other, and of the sums."""
+    """Return the error of the product a b, from the independent errors of its operands and from its sums."""
     operands = (of_a + 0 * a) ** 2 @ b**2 + a**2 @ (of_b + 0 * b) ** 2
     sums = a.shape[1] ** 0.5 * _largest(a) * abs(b).max(axis=0, keepdims=True)
     return ROUNDINGS * numpy.sqrt(operands) + SUM_ULPS * _eps(dtype) * sums
 
 
 def _of_sum(terms: Array, of_terms: Array | int, eps: float) -> Array:
-    """Of the sum of the rows."""
+    """Return the error of the sum over rows."""
     independent = ROUNDINGS * numpy.sqrt(((of_terms + 0 * terms) ** 2).sum(0))
     return independent + SUM_ULPS * eps * (len(terms) ** 0.5 * abs(terms).max(axis=0) + abs(terms.sum(0)))
 

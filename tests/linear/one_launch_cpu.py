@@ -1,4 +1,4 @@
-"""Norm and product in one launch on the CPU: the kernel's text with stand-ins for platform.cuh and hopper.cuh."""
+"""Norm and product in one launch, on the CPU: the kernel's text is compiled with other platform.cuh and hopper.cuh."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class HopperMachine(Machine):
 
 
 def gpu(sms: int) -> Device:
-    """An H100 of so few SMs that each has several tiles."""
+    """Return an H100 with this number of SMs, so few that each has several tiles."""
     return replace(H100, sms=sms, clusters=(sms // 2, max(1, sms // 4), max(1, sms // 8), 0))
 
 
 def know(monkeypatch: Any, sms: int, products: dict[int, dict[int, dict[int, int]]]) -> None:
-    """Let H100s of so many SMs have a table with these products, and no other GPU one with any."""
+    """Give H100s with this number of SMs a table with these products, and all other GPUs no table."""
     table = Table(H100.arch, H100.bandwidth / sms, {}, products=products)
     monkeypatch.setattr(one_launch, "tables_of", lambda device: [(Path("-"), table)] if table.serves(device) else [])
     one_launch.chosen.cache_clear()
@@ -54,17 +54,17 @@ class Case(NamedTuple):
     cluster: int
     sms: int
     stages: int = 3
-    offset: float = 1.0  # of x, in standard deviations
+    offset: float = 1.0  # the mean of a row of x, in standard deviations
 
     @property
     def division(self) -> Division:
-        """Of that cluster, with so few stages that the ring is filled again and again."""
-        found = one_launch.divisions(self.problem, gpu(self.sms))
-        return next(one for one in found if one.cluster == self.cluster)._replace(stages=self.stages)
+        """The division with that cluster, and with few stages, so that the ring is filled again and again."""
+        divisions = one_launch.divisions(self.problem, gpu(self.sms))
+        return next(division for division in divisions if division.cluster == self.cluster)._replace(stages=self.stages)
 
 
 def case(rows: int, cols: int, outs: int, cluster: int, sms: int, **options: Any) -> Case:
-    """bfloat16 with everything that there may be, unless `options` say otherwise."""
+    """Return a LayerNorm in bfloat16 with all parameters, unless `options` say otherwise."""
     fields: dict[str, Any] = dict.fromkeys(("dtype", "ln_weight", "ln_bias"), "bfloat16") | {
         "norm": "layer_norm",
         "bias": True,
@@ -89,15 +89,15 @@ class Results(NamedTuple):
     rstd: Any
 
 
-def arrays(of: Case) -> Arrays:
-    problem, random = of.problem, numpy.random.default_rng(0)
+def arrays(run_case: Case) -> Arrays:
+    problem, random = run_case.problem, numpy.random.default_rng(0)
 
     def normal(*shape: int, dtype: str | None, scale: float = 1.0, shift: Any = 0.0) -> Any:
         return None if dtype is None else (shift + scale * random.standard_normal(shape)).astype(DTYPES[dtype])
 
     sign = 1 - 2 * (numpy.arange(problem.rows) % 2)[:, None]
     return Arrays(
-        normal(problem.rows, problem.x_stride, dtype=problem.dtype, shift=of.offset * sign),
+        normal(problem.rows, problem.x_stride, dtype=problem.dtype, shift=run_case.offset * sign),
         normal(problem.outs, problem.weight_stride, dtype=problem.dtype, scale=problem.cols**-0.5),
         normal(problem.outs, dtype=problem.dtype if problem.bias else None),
         normal(problem.cols, dtype=problem.ln_weight, scale=0.3, shift=1.0),
@@ -105,17 +105,17 @@ def arrays(of: Case) -> Arrays:
     )
 
 
-def run(machine: Machine, of: Case, given: Arrays) -> Results:
-    problem = of.problem
-    found = one_launch.plan(problem, gpu(of.sms), of.division)
+def run(machine: Machine, run_case: Case, given: Arrays) -> Results:
+    problem = run_case.problem
+    solution = one_launch.plan(problem, gpu(run_case.sms), run_case.division)
     results = _unknown(problem, (problem.rows, problem.outs))
-    machine.run(found, {"eps": EPS}, **given._asdict(), **results._asdict())
+    machine.run(solution, {"eps": EPS}, **given._asdict(), **results._asdict())
     return results
 
 
-def norm(of: Case, given: Arrays) -> Results:
-    """z, mean and rstd of the norm's own kernel; y is nothing."""
-    problem = of.problem
+def norm(run_case: Case, given: Arrays) -> Results:
+    """Run the norm's own kernel, and return its z, mean and rstd. y is empty."""
+    problem = run_case.problem
     task = plain(
         problem.norm,
         "forward",
@@ -141,12 +141,12 @@ def _unknown(problem: LinearProblem, shape_of_y: tuple[int, int]) -> Results:
     return Results(nan(shape_of_y, dtype), nan((rows, problem.cols), dtype), nan(rows, "float32"), nan(rows, "float32"))
 
 
-def check(of: Case, given: Arrays, results: Results) -> None:
-    """z, mean and rstd to the bit, y within its own rounding and what sums of float32 lose."""
-    problem, expected = of.problem, norm(of, given)
+def check(run_case: Case, given: Arrays, results: Results) -> None:
+    """Check the bits of z, mean and rstd; y may be off by its own rounding and by what sums of float32 lose."""
+    problem, expected = run_case.problem, norm(run_case, given)
     for name in ("z", "mean", "rstd"):
-        one, other = getattr(results, name), getattr(expected, name)
-        numpy.testing.assert_array_equal(one.view("uint8"), other.view("uint8"), err_msg=name)
+        actual, expected_array = getattr(results, name), getattr(expected, name)
+        numpy.testing.assert_array_equal(actual.view("uint8"), expected_array.view("uint8"), err_msg=name)
     z = expected.z.astype("float64")
     weight = given.weight[:, : problem.cols].astype("float64")
     y = z @ weight.T + (0 if given.bias is None else given.bias.astype("float64"))

@@ -1,9 +1,9 @@
-"""Who waits for whom in kernels_cu/linear/one_launch.cu, as a model of which every state is visited.
+"""A model of who waits for whom in kernels_cu/linear/one_launch.cu, of which every state is visited.
 
-A cluster of CTAs, each a producer and a few consumers; every transfer that is under way, and every CTA that may start
-late, is a process of its own. A process is a list of steps, each with what it waits for. A read takes two steps, so
-that whatever is written in between shows. Barriers have phases of one bit, as on a GPU. `ScheduleError` is raised for
-memory that is read or written too early or too late, and for a state that nothing leaves.
+There is a cluster of CTAs, each with a producer and a few consumers. Every transfer that is under way, and every CTA
+that may start late, is a process of its own. A process is a list of steps, and each step has a condition that it waits
+for. A read takes two steps, so that whatever is written in between shows. Barriers have phases of one bit, as on a GPU.
+`ScheduleError` is raised where memory is read or written too early or too late, and where all processes wait for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ State = dict[str, int]
 
 
 class Step(NamedTuple):
-    """`commutes`: it does no more than let others go on, now or later; then no other order of it need be looked at."""
+    """A step of a process. One that `commutes` only lets others go on, so that no other order of it need be visited."""
 
     condition: Callable[[State], bool]
     action: Callable[[State], None]
@@ -26,11 +26,11 @@ EMPTY, COMING = -1, -2
 
 
 class ScheduleError(Exception):
-    """A state that must not be."""
+    """The model reached a state that must not be."""
 
 
 class Model(NamedTuple):
-    """`without` names what is left out of the kernel, for mistakes."""
+    """The sizes of a model. `without` names a part of the kernel that is left out, to make a mistake."""
 
     ctas: int = 2
     consumers: int = 2
@@ -49,10 +49,10 @@ def must(holds: bool, what: str) -> None:
 
 
 def processes(model: Model) -> tuple[State, list[list[Step]]]:
-    """The first state, and all processes."""
+    """Return the first state, and the steps of all processes."""
     ctas, consumers, stages, tiles = model.ctas, model.consumers, model.stages, model.tiles
     state: State = {}
-    found: list[list[Step]] = []
+    all_steps: list[list[Step]] = []
     left_out = model.without
 
     def set_to(name: str, value: int) -> Callable[[State], None]:
@@ -61,9 +61,9 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
 
         return do
 
-    def add(name: str, of: int = 1) -> Callable[[State], None]:
+    def count_up(name: str) -> Callable[[State], None]:
         def do(at: State) -> None:
-            at[name] += of
+            at[name] += 1
 
         return do
 
@@ -71,7 +71,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
         return lambda at: at[name] >= count
 
     def ended(name: str, phase: int, arrivals: int = 1) -> Callable[[State], bool]:
-        """As mbarrier.try_wait.parity: whether the phase that is under way is another."""
+        """Whether the phase has ended, as mbarrier.try_wait.parity sees it: the current parity is another."""
         return lambda at: at[name] // arrivals % 2 != phase
 
     def wait(condition: Callable[[State], bool], commutes: bool = True) -> Step:
@@ -82,9 +82,9 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
         must(at[f"ended {cta}"] <= consumers, f"CTA {cta} is reached after its end")
 
     def transfer(sent: str, arrive: Callable[[State], None]) -> None:
-        """Something that is under way once `sent` says so."""
+        """Add a process that may arrive at any time after `sent`."""
         state[sent] = 0
-        found.append([Step(reached(sent, 1), arrive)])
+        all_steps.append([Step(reached(sent, 1), arrive)])
 
     for cta in range(ctas):
         for name in ("started", "ready", "synchronised", "x", "reading x", "z", "known", "read", "met", "ended"):
@@ -94,24 +94,24 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
         for turn in range(2):
             state |= {f"partial {cta} {turn} {warp}": EMPTY for warp in range(consumers)}
         state |= {f"slot {cta} {slot}": 0 for slot in range(-(-tiles // ctas))}
-        found.append([Step(ALWAYS, set_to(f"started {cta}", 1))])
+        all_steps.append([Step(ALWAYS, set_to(f"started {cta}", 1))])
     state |= {f"y {tile}": 0 for tile in range(tiles)} | {"clusters": 0}
     everyone = ctas * (consumers + 1)
 
     def synchronise(cta: int) -> Iterator[Step]:
-        yield Step(ALWAYS, add(f"synchronised {cta}"), True)
+        yield Step(ALWAYS, count_up(f"synchronised {cta}"), True)
         yield wait(reached(f"synchronised {cta}", consumers + 1))
         if left_out != "cluster_start":
-            yield Step(ALWAYS, add("clusters"), True)
+            yield Step(ALWAYS, count_up("clusters"), True)
             yield wait(reached("clusters", everyone))
 
     def meet(cta: int, meetings: list[int]) -> Iterator[Step]:
-        yield Step(ALWAYS, add(f"met {cta}"), True)
+        yield Step(ALWAYS, count_up(f"met {cta}"), True)
         meetings[0] += 1
         yield wait(reached(f"met {cta}", consumers * meetings[0]))
 
     def producer(cta: int) -> Iterator[Step]:
-        yield Step(reached(f"started {cta}", 1), add(f"ready {cta}"))
+        yield Step(reached(f"started {cta}", 1), count_up(f"ready {cta}"))
         for tile in range(tiles):
             stage = tile % stages
             if tile == min(stages, tiles):
@@ -131,16 +131,16 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
                 yield Step(ALWAYS, set_to(f"fetched {cta}", 1), True)
         if tiles <= stages:
             yield from synchronise(cta)
-        yield Step(ALWAYS, add(f"ended {cta}"))
+        yield Step(ALWAYS, count_up(f"ended {cta}"))
 
     def consumer(cta: int, warp: int) -> Iterator[Step]:
         meetings = [0]
         if warp == 0:
-            yield Step(reached(f"started {cta}", 1), add(f"ready {cta}"))
+            yield Step(reached(f"started {cta}", 1), count_up(f"ready {cta}"))
         else:
             yield wait(reached(f"started {cta}", 1))
         yield from synchronise(cta)
-        yield from meet(cta, meetings)  # numbers of parts of rows
+        yield from meet(cta, meetings)  # partial statistics of rows are in shared memory
         if warp == 0:
             for other in range(ctas):
                 yield Step(ALWAYS, set_to(f"statistics {cta} {other}", 1), True)
@@ -183,7 +183,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
             yield Step(ALWAYS, is_there)
             yield Step(ALWAYS, is_there)
             if left_out != "give back":
-                yield Step(ALWAYS, add(f"empty {cta} {stage}"))
+                yield Step(ALWAYS, count_up(f"empty {cta} {stage}"))
             yield Step(ALWAYS, write)
             if left_out != "meeting of partial sums":
                 yield from meet(cta, meetings)
@@ -191,7 +191,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
                 continue
 
             def sum_up(at: State, turn: int = turn, tile: int = tile) -> None:
-                all_there = all(at[f"partial {cta} {turn} {each}"] == tile for each in range(consumers))
+                all_there = all(at[f"partial {cta} {turn} {other_warp}"] == tile for other_warp in range(consumers))
                 must(all_there, "partial sums are added that are not of this tile")
                 at[f"reading {cta} {turn}"] = 1
 
@@ -212,7 +212,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
                 at[f"y {tile}"] += 1
 
             yield Step(ALWAYS, store)
-        yield Step(ALWAYS, add(f"ended {cta}"))
+        yield Step(ALWAYS, count_up(f"ended {cta}"))
 
     for cta in range(ctas):
         state |= {f"reading {cta} {turn}": 0 for turn in range(2)}
@@ -246,13 +246,13 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
             transfer(f"statistics {cta} {other}", tell)
             transfer(f"x is read {cta} {other}", say)
     for cta in range(ctas):
-        found.append(list(producer(cta)))
-        found.extend(list(consumer(cta, warp)) for warp in range(consumers))
-    return state, found
+        all_steps.append(list(producer(cta)))
+        all_steps.extend(list(consumer(cta, warp)) for warp in range(consumers))
+    return state, all_steps
 
 
 def visit(model: Model) -> int:
-    """How many states there are. ScheduleError where one must not be."""
+    """Visit all states and return their number. Raise ScheduleError at one that must not be."""
     state, steps = processes(model)
     names = tuple(state)
     first = (tuple(state.values()), (0,) * len(steps))

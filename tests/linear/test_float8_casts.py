@@ -1,4 +1,4 @@
-"""Operands of products in 8 bits: rows, columns and normalised columns, each byte the nearest to v * q."""
+"""Casts of matrices to FP8 by rows, columns and normalised columns: each byte is the nearest to value * q."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ ROWS = (
 @needs_machine
 @pytest.mark.parametrize("run", ROWS, ids=lambda run: run.reason)
 def test_rows(run):
-    """With sums and maxima of the columns; alone, the same bytes."""
+    """Bytes and scales are the same with and without sums and maxima of the columns."""
     dtype = "e5m2" if run.cols % 3 == 0 else "e4m3"
     a = matrix(run.rows, run.cols, run.dtype)
-    found = cast_rows(Machine(), a, dtype, device=run.device, sums=True, maxima=True)
-    check_rows(a, found, dtype)
+    rows = cast_rows(Machine(), a, dtype, device=run.device, sums=True, maxima=True)
+    check_rows(a, rows, dtype)
     alone = cast_rows(Machine(), a, dtype, device=run.device)
-    assert (alone.found == found.found).all()
-    assert (alone.scales == found.scales).all()
+    assert (alone.cast == rows.cast).all()
+    assert (alone.scales == rows.scales).all()
 
 
 @needs_machine
@@ -80,28 +80,28 @@ def test_what_is_not_finite_is_seen(cols, dtype):
 
 
 def what_is_not_finite(machine: Machine, cols: int, dtype: str, device: Device) -> None:
-    """A row or column with infinity or NaN has a NaN scale, alone among others, and a maximum that says so."""
+    """Check that only the rows and columns with infinity or NaN have a NaN scale and a maximum that is not finite."""
     a = matrix(19, cols, dtype)
     a[3, cols - 1], a[7, 5], a[11, 17] = numpy.inf, numpy.nan, -numpy.inf
-    found = cast_rows(machine, a, "e4m3", device=device, sums=True, maxima=True)
-    check_rows(a, found, "e4m3")
-    assert list(numpy.flatnonzero(numpy.isnan(found.scales))) == [3, 7, 11]
-    assert list(numpy.flatnonzero(~numpy.isfinite(found.maxima))) == [5, 17, cols - 1]
-    _, scales = cast_columns(machine, a, "e4m3", maxima=found.maxima)
+    rows = cast_rows(machine, a, "e4m3", device=device, sums=True, maxima=True)
+    check_rows(a, rows, "e4m3")
+    assert list(numpy.flatnonzero(numpy.isnan(rows.scales))) == [3, 7, 11]
+    assert list(numpy.flatnonzero(~numpy.isfinite(rows.maxima))) == [5, 17, cols - 1]
+    _, scales = cast_columns(machine, a, "e4m3", maxima=rows.maxima)
     assert list(numpy.flatnonzero(numpy.isnan(scales))) == [5, 17, cols - 1]
 
 
 @needs_machine
 def test_tiny_and_huge_numbers():
-    """q stops at 2^100; a zero row has the scale 1."""
+    """q is at most 2^100, and a row of zeros has the scale 1."""
     a = unwritten((4, 40), "float32")
     a[...] = numpy.linspace(-1, 1, 40)
     a *= numpy.float32([[1e-35], [0], [3e38], [1e-30]])
     for power_of_2 in (False, True):
-        found = cast_rows(Machine(), a, "e4m3", power_of_2=power_of_2)
-        check_rows(a, found, "e4m3", power_of_2=power_of_2)
-        assert found.scales is not None
-        assert list(found.scales[[0, 1, 3]]) == [numpy.float32(2.0**-100), 1, numpy.float32(2.0**-100)]
+        rows = cast_rows(Machine(), a, "e4m3", power_of_2=power_of_2)
+        check_rows(a, rows, "e4m3", power_of_2=power_of_2)
+        assert rows.scales is not None
+        assert list(rows.scales[[0, 1, 3]]) == [numpy.float32(2.0**-100), 1, numpy.float32(2.0**-100)]
 
 
 COLUMNS = (
@@ -121,10 +121,10 @@ def test_columns(run, dtype):
     maxima = largest_of(a.astype("float32"), 0)
     for power_of_2 in (False, True):
         options = {"power_of_2": power_of_2}
-        found = cast_columns(Machine(), a, dtype, maxima=maxima, device=run.device, **options)
-        check_columns(a.astype("float32"), *found, maxima, dtype, **options)
-    found, _ = cast_columns(Machine(), a, dtype, given=0.02, device=run.device)
-    check_columns(a.astype("float32"), found, None, None, dtype, given=0.02)
+        cast = cast_columns(Machine(), a, dtype, maxima=maxima, device=run.device, **options)
+        check_columns(a.astype("float32"), *cast, maxima, dtype, **options)
+    cast, _ = cast_columns(Machine(), a, dtype, given=0.02, device=run.device)
+    check_columns(a.astype("float32"), cast, None, None, dtype, given=0.02)
 
 
 @needs_machine
@@ -132,8 +132,8 @@ def test_padding_is_zero_whatever_the_scale():
     a = matrix(19, 40, "bfloat16")
     a[2, 7], a[3, 9] = numpy.nan, numpy.inf
     maxima = largest_of(a.astype("float32"), 0)
-    found = cast_columns(Machine(), a, "e5m2", maxima=maxima)
-    check_columns(a.astype("float32"), *found, maxima, "e5m2")
+    cast = cast_columns(Machine(), a, "e5m2", maxima=maxima)
+    check_columns(a.astype("float32"), *cast, maxima, "e5m2")
 
 
 def rows_and_columns(machine: Machine, rows: int, cols: int, dtype: str) -> None:
@@ -141,13 +141,13 @@ def rows_and_columns(machine: Machine, rows: int, cols: int, dtype: str) -> None
 
 
 def check_both(machine: Machine, a: numpy.ndarray) -> None:
-    found = cast_rows(machine, a, "e4m3", sums=True, maxima=True)
-    check_rows(a, found, "e4m3")
-    check_columns(a.astype("float32"), *cast_columns(machine, a, "e4m3", maxima=found.maxima), found.maxima, "e4m3")
+    rows = cast_rows(machine, a, "e4m3", sums=True, maxima=True)
+    check_rows(a, rows, "e4m3")
+    check_columns(a.astype("float32"), *cast_columns(machine, a, "e4m3", maxima=rows.maxima), rows.maxima, "e4m3")
 
 
 def saved(x: numpy.ndarray, operation: str) -> tuple[Any, numpy.ndarray]:
-    """(mean, rstd) as the forward pass keeps them."""
+    """Return (mean, rstd) as the forward pass keeps them."""
     exact = x.astype("float64")
     mean = exact.mean(1, keepdims=True) if "layer" in operation else numpy.zeros((len(x), 1))
     rstd = 1 / numpy.sqrt(numpy.square(exact - mean).mean(1) + 1e-5)
@@ -155,15 +155,15 @@ def saved(x: numpy.ndarray, operation: str) -> tuple[Any, numpy.ndarray]:
 
 
 def parameters(cols: int, weight: str | None, bias: str | None) -> list[numpy.ndarray | None]:
-    found: list[numpy.ndarray | None] = []
+    vectors: list[numpy.ndarray | None] = []
     for seed, dtype in enumerate((weight, bias)):
-        one = None
+        vector = None
         if dtype:
-            one = unwritten(cols, dtype)
-            one[...] = numpy.random.default_rng(seed).standard_normal(cols).astype(one.dtype)
-            one[:3] = 0
-        found.append(one)
-    return found
+            vector = unwritten(cols, dtype)
+            vector[...] = numpy.random.default_rng(seed).standard_normal(cols).astype(vector.dtype)
+            vector[:3] = 0
+        vectors.append(vector)
+    return vectors
 
 
 @needs_machine
@@ -178,16 +178,14 @@ def parameters(cols: int, weight: str | None, bias: str | None) -> list[numpy.nd
     ],
 )
 def test_normalised_columns(operation, rows, cols, dtype, weight, bias):
-    """The scale of a feature is known before x is."""
+    """The scale of a column follows from weight and bias, so it is known before x is."""
     x = matrix(rows, cols, dtype)
     gamma, beta = parameters(cols, weight, bias)
     mean, rstd = saved(x, operation)
     z, bound = normalised(x, mean, rstd, gamma, beta, operation)
     for name, power_of_2 in zip(TYPES, (False, True), strict=True):
-        found, scales = normalised_columns(
-            Machine(), x, mean, rstd, gamma, beta, operation, name, power_of_2=power_of_2
-        )
-        check_columns(z, found, scales, bound, name, power_of_2=power_of_2)
+        cast, scales = normalised_columns(Machine(), x, mean, rstd, gamma, beta, operation, name, power_of_2=power_of_2)
+        check_columns(z, cast, scales, bound, name, power_of_2=power_of_2)
     assert (abs(z) <= bound * (1 + 2**-20)).all()
 
 
@@ -196,14 +194,14 @@ def normalised_ones(machine: Machine, operation: str) -> None:
     gamma, beta = parameters(131, "float32", "float32" if "layer" in operation else None)
     mean, rstd = saved(x, operation)
     z, bound = normalised(x, mean, rstd, gamma, beta, operation)
-    found, scales = normalised_columns(machine, x, mean, rstd, gamma, beta, operation, "e4m3")
-    check_columns(z, found, scales, bound, "e4m3")
+    cast, scales = normalised_columns(machine, x, mean, rstd, gamma, beta, operation, "e4m3")
+    check_columns(z, cast, scales, bound, "e4m3")
 
 
 @needs_machine
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_bound_is_met(operation):
-    """By a row with one number that differs: its byte is the largest of the format, or next to it."""
+    """A column with one large number in each row reaches the bound: its bytes are the largest of the format."""
     x = unwritten((16, 64), "float32")
     x[...] = 0
     x[:, 5] = 1e6
@@ -212,8 +210,8 @@ def test_the_bound_is_met(operation):
     assert beta is not None
     beta[:] = abs(beta) * numpy.sign(gamma + operation.startswith("zero"))
     mean, rstd = saved(x, operation)
-    found, _ = normalised_columns(Machine(), x, mean, rstd, gamma, beta, operation, "e4m3")
-    assert set(found[5] & 0x7F) == {0x7E}
+    cast, _ = normalised_columns(Machine(), x, mean, rstd, gamma, beta, operation, "e4m3")
+    assert set(cast[5] & 0x7F) == {0x7E}
 
 
 def layouts(rows: int, cols: int, dtype: str) -> dict[str, numpy.ndarray]:
@@ -222,8 +220,8 @@ def layouts(rows: int, cols: int, dtype: str) -> dict[str, numpy.ndarray]:
     shifted = unwritten(rows * cols + 1, dtype)[1:].reshape(rows, cols)
     shifted[...] = a
     views = {"wider rows": in_wider_rows(a, vector_cols), "wider by one": in_wider_rows(a, 1)}
-    for one in views.values():
-        one.base[:, cols:] = numpy.nan
+    for view in views.values():
+        view.base[:, cols:] = numpy.nan
     return views | {"misplaced": shifted}
 
 
@@ -263,8 +261,8 @@ def test_scales_of_a_product(dtype, y, bias, cols):
     row_scale, column_scale = unwritten(5, "float32"), unwritten(cols, "float32")
     row_scale[...], column_scale[...] = random.random(5), random.random(cols)
     _, beta = parameters(cols, None, bias)
-    found = unwritten((5, cols), y)
-    float8_casts.scaled(Machine(), product, row_scale, column_scale, beta, found)
+    actual = unwritten((5, cols), y)
+    float8_casts.scaled(Machine(), product, row_scale, column_scale, beta, actual)
     exact = product.astype("float32") * row_scale[:, None] * column_scale
     exact = exact if beta is None else exact + beta.astype("float32")
-    assert (found == exact.astype(found.dtype)).all()
+    assert (actual == exact.astype(actual.dtype)).all()

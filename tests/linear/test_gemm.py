@@ -1,4 +1,4 @@
-"""How products are told to cuBLAS, without a GPU: a cuBLAS in NumPy that reads matrices by columns, as it does."""
+"""How products are passed to cuBLAS. Its stand-in in NumPy reads matrices by columns, as cuBLAS does, without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT32, FLOAT64, E4M3 = 0, 1, 28
 
 
 class Array(numpy.ndarray):
-    """Has CuPy's way to its pointer."""
+    """A NumPy array that gives its pointer as CuPy's arrays do."""
 
     @property
     def data(self):
@@ -40,7 +40,7 @@ def at(pointer: int, kind: int, count: int) -> numpy.ndarray:
 
 
 def stored(pointer: int, kind: int, rows: int, cols: int, stride: int) -> numpy.ndarray:
-    """A matrix stored by columns, `stride` elements from one to the next."""
+    """Return a matrix that is stored by columns, with `stride` elements from one column to the next."""
     assert stride >= rows
     memory = at(pointer, kind, stride * (cols - 1) + rows)
     return numpy.lib.stride_tricks.as_strided(memory, (rows, cols), (memory.itemsize, stride * memory.itemsize))
@@ -76,7 +76,7 @@ class Limits(enum.IntEnum):
 
 
 class CublasLt:
-    """nvmath.bindings.cublasLt."""
+    """A stand-in for nvmath.bindings.cublasLt."""
 
     MatmulDescAttribute, MatmulPreferenceAttribute = Names, Limits
     Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
@@ -84,7 +84,7 @@ class CublasLt:
     ReductionScheme = enum.IntEnum("ReductionScheme", {"COMPUTE_TYPE": 2})
     MatmulAlgoConfigAttribute = enum.IntEnum("MatmulAlgoConfigAttribute", {"TILE_ID": 1, "STAGES_ID": 6})
     cuBLASLtError = ArithmeticError  # noqa: N815
-    offers = 3  # algorithms at most, of which the one at 1234 + i has tile i and 5 stages
+    offers = 3  # at most so many algorithms; the one at 1234 + i has tile i and 5 stages
 
     def __init__(self, refuses: tuple[str, ...] = ()):
         self.objects: list[Any] = [None]
@@ -96,15 +96,15 @@ class CublasLt:
         return len(self.objects) - 1
 
     def _destroy(self, made: int) -> None:
-        """Once: a destroyed one is no use to anything."""
+        """Destroy an object, which must not have been destroyed before."""
         assert self.objects[made] is not None
         self.objects[made] = None
 
     matmul_desc_destroy = matrix_layout_destroy = _destroy
 
     def living(self) -> int:
-        """Objects that were made and not destroyed, but for handles."""
-        return sum(one is not None and one != "handle" for one in self.objects)
+        """Count the objects that were made and not destroyed, without handles."""
+        return sum(made is not None and made != "handle" for made in self.objects)
 
     def create(self):
         return self._new("handle")
@@ -153,7 +153,7 @@ class CublasLt:
         assert size == 2
         ctypes.c_uint16.from_address(pointer).value = {1: algorithm - 1234, 6: 5}[attribute]
 
-    def matmul_algo_get_heuristic(self, handle, descriptor, a, b, c, d, preference, requested, found, count):
+    def matmul_algo_get_heuristic(self, handle, descriptor, a, b, c, d, preference, requested, results, count):
         described = self.objects[descriptor]
         assert described[Names.EPILOGUE] == 1 or described[Names.BIAS_POINTER]
         offered = 0 if described[Names.EPILOGUE] in self.refuses else min(requested, self.offers)
@@ -171,7 +171,9 @@ class CublasLt:
         out = stored(d, *self.objects[d_layout])
         stored_a = stored(a, *self.objects[a_layout])
         if kind == E4M3:
-            stored_a, stored_b = (one.view(ml_dtypes.float8_e4m3fn).astype("float32") for one in (stored_a, stored_b))
+            stored_a, stored_b = (
+                matrix.view(ml_dtypes.float8_e4m3fn).astype("float32") for matrix in (stored_a, stored_b)
+            )
         product = transposed(stored_a, described[Names.TRANSA]) @ transposed(stored_b, described[Names.TRANSB])
         if kind == E4M3:
             assert (described[Names.TRANSA], described[Names.TRANSB]) == (1, 0), "the only layout that there is"
@@ -182,7 +184,8 @@ class CublasLt:
             product *= at(described[Names.B_SCALE_POINTER], FLOAT32, product.shape[1])
         out[...] = at(alpha, kind, 1) * product
         assert not at(beta, kind, 1)
-        if described[Names.EPILOGUE] == self.Epilogue.BIAS:  # along the rows of what is stored by columns
+        if described[Names.EPILOGUE] == self.Epilogue.BIAS:
+            # The matrix is stored by columns, so the bias adds a number to each of its rows.
             out += at(described[Names.BIAS_POINTER], kind, len(out))[:, None]
 
 
@@ -221,7 +224,7 @@ def laid_out(values: numpy.ndarray, layout: str) -> Array:
         wide = array(numpy.full((len(values), values.shape[1] + 3), numpy.nan, values.dtype))
         wide[:, :-3] = values
         return wide[:, :-3]
-    if layout == "backwards":  # has to be copied
+    if layout == "backwards":  # cuBLAS cannot read this, so it has to be copied
         return array(values[:, ::-1].copy())[:, ::-1]
     return array(values)
 
@@ -299,7 +302,7 @@ def test_nothing_to_multiply(library, shape):
 
 
 def test_rows_in_8_bits(library):
-    """Each row with its scale; a float32 bias is added beside the product. Without cuBLASLt nothing else is done."""
+    """Each row has its scale, and a float32 bias is added after the product. Without cuBLASLt it is refused."""
     random = numpy.random.default_rng(0)
     a, b = (random.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((5, 32), (48, 32)))
     scales = tuple(random.random(size).astype("float32") for size in (5, 48))
@@ -313,8 +316,8 @@ def test_rows_in_8_bits(library):
         return
     expected = (a.astype("float32") @ b.astype("float32").T) * scales[0][:, None] * scales[1]
     for added in (None, bias):
-        found = gemm.multiply_rows(*given, None if added is None else array(added), numpy.float32)
-        numpy.testing.assert_allclose(found, expected + (0 if added is None else added), rtol=1e-5, atol=1e-5)
+        y = gemm.multiply_rows(*given, None if added is None else array(added), numpy.float32)
+        numpy.testing.assert_allclose(y, expected + (0 if added is None else added), rtol=1e-5, atol=1e-5)
 
 
 def test_no_product_of_8_bits_is_said(library, monkeypatch):
@@ -328,14 +331,14 @@ def test_no_product_of_8_bits_is_said(library, monkeypatch):
 
 
 def multiply_many(counts: Any) -> None:
-    """Products of so many rows each, right whatever became of the descriptors before."""
+    """Check a product for each number of rows, whatever became of earlier descriptors."""
     b = numpy.arange(6.0).reshape(3, 2)
     for rows in counts:
         a = numpy.full((rows, 3), float(rows))
         numpy.testing.assert_array_equal(gemm.multiply(array(a), array(b)), a @ b)
 
 
-OF_A_KIND = 4  # a descriptor and three layouts
+OF_A_KIND = 4  # objects of a kind of product: a descriptor and three layouts
 
 
 def test_descriptors_are_destroyed_when_their_kind_is_dropped(library, monkeypatch):
@@ -350,7 +353,7 @@ def test_descriptors_are_destroyed_when_their_kind_is_dropped(library, monkeypat
 
 
 def test_descriptors_of_a_thread_end_with_it(library):
-    """One thread's are of no other's calls, and no other thread's end destroys them."""
+    """A thread's descriptors serve no other thread, and only its own end destroys them."""
     if library is None:
         pytest.skip("there is no cuBLASLt")
     multiply_many(range(1, 4))

@@ -142,7 +142,7 @@ def test_one_axis(xp):
     check_forward(call, y[None])
 
 
-# The checkers must reject what is wrong.
+# The checkers must reject wrong results.
 
 WRONG: dict[str, Callable[[linear_reference.Call], linear_reference.Call]] = {
     "eps is left out": lambda call: call._replace(eps=0.0),
@@ -167,8 +167,8 @@ def test_the_checkers_reject(what, offset, dtype):
     gradients = backward(wrong, mean, rstd)
     if what == "the other norm":
         gradients = (*gradients[:4], None)
-    found = [rejects(check_forward, call, y), rejects(check_backward, call, gradients)]
-    assert found == [what != "a row is missing", what != "bias is left out"]
+    rejected = [rejects(check_forward, call, y), rejects(check_backward, call, gradients)]
+    assert rejected == [what != "a row is missing", what != "bias is left out"]
 
 
 def rejects(check: Callable, call: linear_reference.Call, result: Any) -> bool:
@@ -186,7 +186,7 @@ def rejects(check: Callable, call: linear_reference.Call, result: Any) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bindings", ["nvmath", "none"])
 def test_both_ways_to_cublas(dtype, bindings, monkeypatch):
-    """Each serves every layout."""
+    """Both ways serve every layout."""
     import cupy
 
     from cunorm.linear import gemm
@@ -224,7 +224,7 @@ def test_cublaslt_is_asked_once_for_a_kind_of_product():
 
 @pytest.mark.gpu
 def test_products_go_on_while_their_descriptors_are_destroyed(monkeypatch):
-    """Many products are asked for before the first has ended, and two kinds are kept."""
+    """Many products are launched before the first has ended, and only two kinds of descriptors are kept."""
     import cupy
 
     from cunorm.linear import gemm
@@ -232,8 +232,8 @@ def test_products_go_on_while_their_descriptors_are_destroyed(monkeypatch):
     monkeypatch.setattr(gemm, "KINDS", 2)
     monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
     a, b = cupy.ones((4096, 1024), "float32"), cupy.full((1024, 2048), 0.5, "float32")
-    found = [gemm.multiply(a[:rows], b) for rows in range(4096 - 40, 4097)] * 2
-    assert all(bool((y == 512).all()) for y in found)
+    products = [gemm.multiply(a[:rows], b) for rows in range(4096 - 40, 4097)] * 2
+    assert all(bool((y == 512).all()) for y in products)
 
 
 @pytest.mark.gpu
@@ -263,7 +263,7 @@ def test_float32_is_tf32_where_cupy_is_set_so(bindings, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_current_stream():
-    """x is written behind a delay on a stream: the call on that stream sees it."""
+    """x is written after a delay on a stream, and a call on that stream sees it."""
     import cupy
     from busy import spin
 

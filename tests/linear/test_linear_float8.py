@@ -1,4 +1,4 @@
-"""`layer_norm_linear(fp8="row")`: a product of bytes, close to that of the numbers, and what is refused."""
+"""`layer_norm_linear(fp8="row")`: its product in FP8 is close to the exact one; and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORMS = ("LayerNorm", "RMSNorm")
 
 @pytest.fixture
 def linear(xp):
-    """xp, where products of 8 bits can be taken."""
+    """The array module xp, skipped where it has no FP8 products."""
     if xp is not numpy:
         from cunorm.linear import gemm
 
@@ -31,7 +31,7 @@ def linear(xp):
 
 
 def arguments(xp: Any, rows: tuple[int, ...], cols: int, outs: int, dtype: str) -> list[Any]:
-    """x, weight, bias, ln_weight, ln_bias"""
+    """Return x, weight, bias, ln_weight and ln_bias, at random."""
     random = numpy.random.default_rng(0)
     shapes = ((*rows, cols), (outs, cols), (outs,), (cols,), (cols,))
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
@@ -39,8 +39,8 @@ def arguments(xp: Any, rows: tuple[int, ...], cols: int, outs: int, dtype: str) 
 
 
 def exact(x: Any, weight: Any, bias: Any, ln_weight: Any, ln_bias: Any, normalization: str, centred: bool) -> Any:
-    """In float64."""
-    x, weight, bias, gamma, beta = (on_host(one).astype("float64") for one in (x, weight, bias, ln_weight, ln_bias))
+    """Return y in float64."""
+    x, weight, bias, gamma, beta = (on_host(array).astype("float64") for array in (x, weight, bias, ln_weight, ln_bias))
     if normalization == "LayerNorm":
         x = x - x.mean(-1, keepdims=True)
     z = x / numpy.sqrt(numpy.square(x).mean(-1, keepdims=True) + 1e-5) * (gamma + centred)
@@ -51,7 +51,7 @@ def exact(x: Any, weight: Any, bias: Any, ln_weight: Any, ln_bias: Any, normaliz
 @pytest.mark.parametrize("normalization", NORMS)
 @pytest.mark.parametrize(("rows", "cols", "outs"), [((5, 7), 64, 48), ((130,), 512, 160), ((1,), 960, 64)])
 def test_close_to_the_numbers(linear, rows, cols, outs, normalization, dtype):
-    """Both operands are rounded to four bits, the errors of a row's sum spread: 0.0376 of it."""
+    """Both operands are rounded to four bits. Independent errors then add up to about 0.0376 of y."""
     given = arguments(linear, rows, cols, outs, dtype)
     ln_bias = given[4] if normalization == "LayerNorm" else None
     for centred in (False, True):
@@ -113,7 +113,7 @@ def test_without_nvmath_it_is_said(monkeypatch):
 
 @pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")
 def test_cupy_casts_weights(monkeypatch):
-    """On the stand-in; the weight may be a part of a wider one."""
+    """CuPy casts weights right on the stand-in, also one that is a part of a wider matrix."""
     pytest.importorskip("cupy", exc_type=ImportError)
     from cunorm.linear import cupy_arrays
 
@@ -139,8 +139,8 @@ def test_cupy_casts_weights(monkeypatch):
     wide = cpu_cupy.asarray(matrix(48, 96, "bfloat16"))
     for weight in (wide, wide[:, :64]):
         made[weight.data.ptr] = weight
-        found, scales = cupy_arrays.cast_rows(weight)
-        check_rows(weight.get(), Rows(found.get(), scales.get(), None, None), "e4m3")
+        weight_bytes, scales = cupy_arrays.cast_rows(weight)
+        check_rows(weight.get(), Rows(weight_bytes.get(), scales.get(), None, None), "e4m3")
 
 
 def layout(function: str, name: str, array: Any) -> Any:

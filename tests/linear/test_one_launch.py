@@ -1,4 +1,4 @@
-"""Norm and product of few rows in one launch, without a GPU: results, synchronisation, registers, the table."""
+"""Norm and product of few rows in one launch, without a GPU: results, synchronisation, registers, and the table."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ CASES = {
 
 
 @needs_machine
-@pytest.mark.parametrize("of", CASES.values(), ids=CASES)
-def test_results(of):
-    given = arrays(of)
-    check(of, given, run(HopperMachine(), of, given))
+@pytest.mark.parametrize("run_case", CASES.values(), ids=CASES)
+def test_results(run_case):
+    given = arrays(run_case)
+    check(run_case, given, run(HopperMachine(), run_case, given))
 
 
 SYNCHRONISED = ("one CTA", "clusters of 2, the last columns of a stage are no row's", "clusters of 4")
@@ -53,20 +53,20 @@ SYNCHRONISED = ("one CTA", "clusters of 2, the last columns of a stage are no ro
 @needs_machine
 @pytest.mark.parametrize(("name", "build", "order"), list(product(SYNCHRONISED, ("races", "memory"), ORDERS)))
 def test_order_of_threads_changes_nothing(name, build, order):
-    """In any order of warps and CTAs, with copies that come as late as they may: the same bits and no race."""
-    of = CASES[name]
-    given = arrays(of)
-    results = run(HopperMachine(build, order), of, given)
-    check(of, given, results)
-    assert (results.y == run(HopperMachine(), of, given).y).all()
+    """Any order of warps and CTAs, with copies as late as they may be, gives the same bits and has no race."""
+    run_case = CASES[name]
+    given = arrays(run_case)
+    results = run(HopperMachine(build, order), run_case, given)
+    check(run_case, given, results)
+    assert (results.y == run(HopperMachine(), run_case, given).y).all()
 
 
 @needs_machine
 def test_a_row_does_not_depend_on_the_others():
-    of = CASES["clusters of 4"]
-    given = arrays(of)
-    whole = run(HopperMachine(), of, given)
-    some = of._replace(problem=replace(of.problem, rows=9))
+    run_case = CASES["clusters of 4"]
+    given = arrays(run_case)
+    whole = run(HopperMachine(), run_case, given)
+    some = run_case._replace(problem=replace(run_case.problem, rows=9))
     alone = run(HopperMachine(), some, given._replace(x=given.x[:9]))
     for name in whole._fields:
         assert (getattr(alone, name) == getattr(whole, name)[:9]).all()
@@ -77,7 +77,7 @@ class Mistake(NamedTuple):
     old: str
     new: str
     build: str = "results"
-    of: str = "clusters of 2, the last columns of a stage are no row's"
+    case: str = "clusters of 2, the last columns of a stage are no row's"
 
 
 MISTAKES = (
@@ -130,16 +130,16 @@ MISTAKES = (
 
 
 @needs_machine
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[one.reason for one in MISTAKES])
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.reason for mistake in MISTAKES])
 def test_mistakes_are_found(mistake):
     def edit(text: str) -> str:
         assert mistake.old in text
         return text.replace(mistake.old, mistake.new)
 
-    of = CASES[mistake.of]
-    given = arrays(of)
+    run_case = CASES[mistake.case]
+    given = arrays(run_case)
     with pytest.raises((SanitizerError, AssertionError)):
-        check(of, given, run(HopperMachine(mistake.build, edit=edit), of, given))
+        check(run_case, given, run(HopperMachine(mistake.build, edit=edit), run_case, given))
 
 
 LAYERS = ((4096, 12288), (8192, 10240), (5120, 7168), (2880, 5120), (1600, 4800), (7168, 2112), (768, 2304), (264, 520))
@@ -154,7 +154,7 @@ OPTIONS = (
 @needs_nvrtc
 @pytest.mark.parametrize("rows", one_launch.ROWS)
 def test_no_kernel_spills(rows):
-    """The options take turns: each meets every number of rows, and the layers in which it meets them differ."""
+    """The options take turns over the layers, so that each meets every number of rows."""
     first = one_launch.ROWS.index(rows)
     for number, (cols, outs) in enumerate(LAYERS):
         options = {"norm": "layer_norm"} | OPTIONS[(first + number) % len(OPTIONS)]
@@ -192,17 +192,17 @@ PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_
 )
 def test_what_is_split(changes, reason):
     problem = replace(PROBLEM, **changes)
-    found = one_launch.why_not(problem, H100)
-    assert reason in found if reason else not found
+    why = one_launch.why_not(problem, H100)
+    assert reason in why if reason else not why
     assert "sm_80" in one_launch.why_not(PROBLEM, KNOWN[80])
 
 
 def test_the_table_decides(monkeypatch):
     assert one_launch.describe(PROBLEM, KNOWN[80]).startswith("split")
     know(monkeypatch, H100.sms, {4096: {12288: {16: 2}, 14336: {16: 0}}})
-    found = one_launch.chosen(PROBLEM, H100)
-    assert found is not None
-    assert found.steps[0].grid == (132, 1, 1)
+    chosen = one_launch.chosen(PROBLEM, H100)
+    assert chosen is not None
+    assert chosen.steps[0].grid == (132, 1, 1)
     assert one_launch.describe(PROBLEM, H100).startswith("one launch: one_launch of layer_norm, 4096 cols")
     for changes in ({"rows": 17}, {"cols": 4104}, {"outs": 24576}, {"dtype": "float32"}, {"rows": 8}):
         assert one_launch.chosen(replace(PROBLEM, **changes), H100) is None
@@ -215,12 +215,12 @@ def test_the_table_decides(monkeypatch):
 @needs_machine
 @pytest.mark.parametrize("shape", [(3,), (1, 2)])
 def test_cupy_arrays(monkeypatch, shape):
-    """The road of CuPy arrays, with a table that has the product: y and statistics in their shapes, rows anywhere."""
+    """CuPy arrays take one launch if the table has the product. y and statistics get their shapes from x."""
     pytest.importorskip("cupy", exc_type=ImportError)
     from cunorm.linear import one_launch_cupy
 
-    of = case(math.prod(shape), 768, 136, 1, 4, x_stride=776)
-    given = arrays(of)
+    run_case = case(math.prod(shape), 768, 136, 1, 4, x_stride=776)
+    given = arrays(run_case)
     made: dict[int, numpy.ndarray] = {}
 
     def new(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -237,27 +237,29 @@ def test_cupy_arrays(monkeypatch, shape):
             HopperMachine().run(plan, scalars, **{name: made.get(pointer) for name, pointer in pointers.items()})
 
     cupy = SimpleNamespace(ndarray=new, cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0)))
-    gpus = SimpleNamespace(current=lambda _: gpu(of.sms))
+    gpus = SimpleNamespace(current=lambda _: gpu(run_case.sms))
     for name, part in {"cupy": cupy, "launch": Runs, "device": gpus}.items():
         monkeypatch.setattr(one_launch_cupy, name, part)
-    know(monkeypatch, of.sms, {768: {136: {8: 1}}})
-    of_call = [keep(cpu_cupy.asarray(one)) for one in given]
+    know(monkeypatch, run_case.sms, {768: {136: {8: 1}}})
+    of_call = [keep(cpu_cupy.asarray(operand)) for operand in given]
     of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
     named = zip(one_launch.NAMES, of_call, strict=True)
-    layouts = tuple((name, layout("test", name, one)) for name, one in named)
+    layouts = tuple((name, layout(operand)) for name, operand in named)
     forget()
     try:
         options = LinearOptions("test", "layer_norm", EPS, zero_centered_gamma=False, statistics=True)
-        found = one_launch_cupy.forward(options, dict(zip(one_launch.NAMES, of_call, strict=True)), layouts)
+        results = one_launch_cupy.forward(options, dict(zip(one_launch.NAMES, of_call, strict=True)), layouts)
     finally:
         forget()
-    assert found is not None
-    y, mean, rstd = found
-    expected = run(HopperMachine(), of, given)
+    assert results is not None
+    y, mean, rstd = results
+    expected = run(HopperMachine(), run_case, given)
     shapes = ((*shape, 136), shape, shape)
-    for one, other, of_one in zip((y, mean, rstd), (expected.y, expected.mean, expected.rstd), shapes, strict=True):
-        assert one.shape == of_one
-        assert (one.reshape(other.shape) == other).all()
+    for actual, expected_array, result_shape in zip(
+        (y, mean, rstd), (expected.y, expected.mean, expected.rstd), shapes, strict=True
+    ):
+        assert actual.shape == result_shape
+        assert (actual.reshape(expected_array.shape) == expected_array).all()
 
 
 def forget() -> None:
@@ -267,18 +269,22 @@ def forget() -> None:
     one_launch_cupy._chosen.cache_clear()
 
 
-def layout(function: str, name: str, array: Any) -> Layout:
+def layout(array: Any) -> Layout:
     return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")
 
 
 def test_divisions_cover_every_column_and_fit():
     for rows, cols in product(one_launch.ROWS, range(72, 16385, 248)):
         problem = replace(PROBLEM, rows=rows, cols=cols, x_stride=cols, weight_stride=cols)
-        for one in one_launch.divisions(problem, H100):
-            assert one.slice * one.cluster >= cols > (one.parts * one.cluster - 1) * one.stage_columns
-            (step,) = one_launch.plan(problem, H100, one).steps
+        for division in one_launch.divisions(problem, H100):
+            assert (
+                division.slice * division.cluster
+                >= cols
+                > (division.parts * division.cluster - 1) * division.stage_columns
+            )
+            (step,) = one_launch.plan(problem, H100, division).steps
             assert step.dynamic_shared <= H100.shared
             tiles = problem.outs // one_launch.TILE_OUTS
-            clusters = step.grid[0] // one.cluster
+            clusters = step.grid[0] // division.cluster
             most = max(tiles * (i + 1) // clusters - tiles * i // clusters for i in range(clusters))
-            assert -(-most // one.cluster) <= one.slots
+            assert -(-most // division.cluster) <= division.slots

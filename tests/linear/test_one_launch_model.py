@@ -1,4 +1,4 @@
-"""The schedule of one launch in every order: nothing is read too early, nothing overwritten, nobody waits for ever."""
+"""In every order of one launch's steps nothing is read too early, nothing is overwritten, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ SMALL = (Model(ctas=1, tiles=5), Model(ctas=1, stages=3, tiles=4), Model(consume
 LARGE = (Model(consumers=1, tiles=4), Model(stages=1, tiles=2))
 
 MISTAKES = (
-    "cluster_start",  # a CTA is sent something before it runs
-    "empty",  # a stage is filled again though it is read
-    "phase of empty",
-    "a warp of empty",  # one warp gives a stage back for all
+    "cluster_start",  # something is sent to a CTA before it runs
+    "empty",  # a stage is filled again while it is still read
+    "phase of empty",  # a producer waits for the wrong phase
+    "a warp of empty",  # one warp gives a stage back for all warps
     "full",  # a stage is read before it has come
     "give back",  # nobody gives a stage back
-    "known",  # z is made of statistics that have not come
-    "a row",  # of one row nobody waits for the statistics
-    "arrived",  # z is made of an x that has not come
-    "meeting behind x",  # partial sums of a warp overwrite the x that another reads
-    "x is read",  # those of another CTA do
-    "meeting of partial sums",
+    "known",  # z is computed before the statistics have come
+    "a row",  # nobody waits for the statistics of one row
+    "arrived",  # z is computed before x has come
+    "meeting behind x",  # partial sums of a warp overwrite the x that another warp reads
+    "x is read",  # partial sums of another CTA overwrite it
+    "meeting of partial sums",  # partial sums are added before all warps have written them
     "second set",  # partial sums are overwritten while they are added up
     "summed",  # y is stored before all CTAs have brought their part
 )

@@ -1,4 +1,4 @@
-"""bench/side_by_side.py: what is timed runs alone; a process that fails, ends or is late costs no other its turn."""
+"""bench/side_by_side.py measures one process at a time; one that fails, ends or is late costs no other its turn."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_all_prepare_side_by_side_and_are_measured_alone():
     jobs = [("slow", 1.0), ("fails", 0.0), ("quick", 0.0), ("ends", 0.0), ("fails later", 0.0), ("late", 600.0)]
     answers = list(in_turns(worker, jobs, 15.0))
     assert [job for job, _ in answers] == jobs
-    found = {job[0]: figures for job, figures in answers}
-    slow, quick = found["slow"], found["quick"]
+    by_name = {job[0]: figures for job, figures in answers}
+    slow, quick = by_name["slow"], by_name["quick"]
     assert max(slow["ready"], quick["ready"]) <= slow["start"] < slow["end"] <= quick["start"]
-    assert {name: one["error"] for name, one in found.items() if "error" in one} == {
+    assert {name: answer["error"] for name, answer in by_name.items() if "error" in answer} == {
         "fails": "ValueError: no model of this name",
         "ends": "its process ended",
         "fails later": "RuntimeError: out of memory",

@@ -1,4 +1,4 @@
-"""The arrays that tests normalise, and how results are compared to the bit."""
+"""The arrays that tests normalise, and the comparison of results to the bit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from reference import ON_GPU_ABOVE, narrow
 
 Array = Any
 
-PERIOD = 2**22 - 3  # a prime
-GUARD = 16  # elements before and behind a misplaced array
+PERIOD = 2**22 - 3  # a prime number of elements, after which the noise of large arrays repeats
+GUARD = 16  # elements behind a misplaced array
 
 
 class Inputs(NamedTuple):
@@ -40,7 +40,7 @@ def inputs(
     source = xp if rows * cols > ON_GPU_ABOVE else numpy
 
     def noise() -> Array:
-        # Large arrays repeat it, with a period that fits no row.
+        # Large arrays repeat the noise, with a period that fits no row.
         numbers = source.asarray(random.standard_normal(min(rows * cols, PERIOD)))
         return source.resize(numbers, (rows, cols))
 

@@ -1,4 +1,4 @@
-"""A kernel that does nothing for a while: what a stream does behind it has not happened yet."""
+"""A kernel that keeps a stream busy, so that later work on the stream has to wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of what is normalised: shapes, dtypes, and why each odd one is there."""
+"""The tables of shapes and dtypes that tests normalise, and the reason for each row length."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHAPES = (
     Columns(600001, (1, 3), "odd, longer than any row held in registers"),
 )
 
-# NumPy has one path for all shapes: on the host few rows of the lengths up to this one will do.
+# NumPy has one path for all shapes, so on the host few rows, of lengths up to HOST_COLUMNS, are enough.
 HOST_ROWS = 8
 HOST_COLUMNS = 1000
 GPU_ELEMENTS = 2**26
@@ -68,8 +68,8 @@ def shape_cases() -> list[Any]:
     return cases
 
 
-# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each. On the host
-# those up to HOST_COLUMNS: conftest.py leaves the others out.
+# These row lengths reach every tier (a part of a warp, a warp, a CTA, a cluster, streamed). On the host conftest.py
+# leaves those above HOST_COLUMNS out.
 TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20001, 65537, 262144, 600001)
 
 
@@ -86,5 +86,4 @@ def adapter_cases() -> list[Any]:
     ]
 
 
-# |mean| / std.
-OFFSETS = (1e2, 1e4)
+OFFSETS = (1e2, 1e4)  # |mean| / std

@@ -1,4 +1,4 @@
-"""Both norms behind one signature."""
+"""Functions that call either norm with one signature."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The norms and their gradients in wide arithmetic, and how near to them a result must be.
 
-Everything is a matrix of rows, NumPy or CuPy. Wide is float64; for float64 arrays NumPy's longdouble. The inputs are
-taken as they are, after their rounding to 16 or 32 bits.
+All arrays are matrices of rows, NumPy or CuPy. The wide format is float64, or NumPy's longdouble for float64 arrays.
+The reference starts from the inputs as they are after their rounding to 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MEAN_ULPS = 4
 RSTD_ULPS = 4
 BACKWARD_ULPS = 8
 SUM_ULPS = 4
-PROMISED_OFFSET = 1e4  # the |mean| / std up to which 16-bit dx is promised; the saved mean is float32
+PROMISED_OFFSET = 1e4  # up to this |mean| / std the accuracy of a 16-bit dx is promised, as the saved mean is float32
 
-# Above so many elements a reference of a CuPy array is computed by CuPy, below by NumPy.
+# CuPy computes the reference of a CuPy array with more elements than this, and NumPy that of a smaller one.
 ON_GPU_ABOVE = 2**22
 
 
 def module_of(array: Array) -> Any:
-    """numpy or cupy."""
+    """Return the module of an array: numpy or cupy."""
     if isinstance(array, numpy.ndarray | numpy.generic):
         return numpy
     import cupy
@@ -97,13 +97,14 @@ def check_forward(
     eps: float | None = None,
     zero_centered_gamma: bool = False,
 ) -> None:
-    """Hold (y, mean, rstd) against the reference; None is not looked at.
+    """Check (y, mean, rstd) against the reference, except those that are None.
 
-    y differs from the exact value by less than 4 ulp of the row's largest |y|, before or after the bias is added (in a
-    short row it may cancel all of them), in the format of the arithmetic: float32, or float64 for float64 x. If y has a
-    narrower format it may differ by one rounding to that more: half an ulp of its own. So a 16-bit y is within 1 ulp of
-    the correctly rounded value, save where it is so much smaller than the row's largest that float32 knows no better.
-    mean is within half an ulp of itself and 4 ulp of the standard deviation, rstd within 4 ulp of itself.
+    The error of y is less than 4 ulp of the row's largest |y| in the format of the arithmetic, which is float32, or
+    float64 for float64 x. The largest is taken before and after the bias is added, because in a short row the bias may
+    cancel all values. If the format of y is narrower, the error may be half an ulp of y more. So a 16-bit y is within 1
+    ulp of the correctly rounded value, unless it is so much smaller than the row's largest that float32 is no better.
+    The error of mean is at most half an ulp of itself and 4 ulp of the standard deviation, and that of rstd is at most
+    4 ulp of itself.
     """
     x_dtype, y_dtype = x.dtype.name, result[0].dtype.name
     arithmetic = "float64" if x_dtype == "float64" else "float32"
@@ -131,14 +132,14 @@ def check_backward(
     eps: float | None = None,
     zero_centered_gamma: bool = False,
 ) -> None:
-    """Hold (dx, dweight, dbias) against the reference, made from x alone; None is not looked at.
+    """Check (dx, dweight, dbias) against the reference, which is made from x alone, except those that are None.
 
     dx is the difference of three terms, rstd * (g - c2 - xhat * c1), which may cancel. The row's scale is the largest
-    sum of their magnitudes, and |mean| * rstd what the rounding of a saved mean costs. dx differs from the exact value
-    by less than 8 ulp * max(1, |mean| * rstd) of the row's scale in the format of the arithmetic and, if x has 16 bits,
-    by half an ulp of its own; up to |mean| * rstd = 1e4 that is no more than 1 ulp of the row's scale.
-    dweight and dbias differ by less than 4 eps * (sqrt(rows) * the largest term of their column + their own magnitude)
-    and one rounding. A term of dweight is |dy| * (|xhat| + max(1, |mean| * rstd)), a term of dbias |dy|.
+    sum of their magnitudes, and |mean| * rstd is what the rounding of a saved mean costs. The error of dx is less than
+    8 ulp * max(1, |mean| * rstd) of the row's scale in the format of the arithmetic. If x has 16 bits, half an ulp of
+    dx is added; up to |mean| * rstd = 1e4 the error is then at most 1 ulp of the row's scale.
+    The error of dweight and dbias is less than 4 eps * (sqrt(rows) * the largest term of their column + their own
+    magnitude) and one rounding. A term of dweight is |dy| * (|xhat| + max(1, |mean| * rstd)), and one of dbias is |dy|.
     """
     x_dtype = x.dtype.name
     arithmetic = "float64" if x_dtype == "float64" else "float32"
@@ -183,7 +184,7 @@ def _row_largest(values: Array) -> Array:
 
 
 def _rounding(expected: Array, dtype: str, arithmetic: str) -> Array | float:
-    """Return the error of the one rounding at the store, where the format is narrower than the arithmetic."""
+    """Return the error of the rounding at the store, which is 0 unless the format is narrower than the arithmetic."""
     return ulp(expected, dtype) / 2 if FORMATS[dtype][0] < FORMATS[arithmetic][0] else 0.0
 
 

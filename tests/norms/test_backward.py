@@ -1,4 +1,4 @@
-"""The gradients are as accurate as reference.check_backward says: over shapes, offsets, dtypes and options."""
+"""The gradients are as accurate as reference.check_backward says, for all shapes, offsets, dtypes and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask
 
 
 def gradients(op, x, dy, weight, **options):
-    """The pass is that of what our own forward pass saved."""
+    """Return the gradients, from what our own forward pass saved."""
     forward_options = {key: value for key, value in options.items() if key in ("zero_centered_gamma", "eps")}
     _, mean, rstd = forward(op, x, weight, **forward_options)
     options.pop("eps", None)
@@ -38,7 +38,7 @@ def test_every_shape(xp, op, rows, cols, dtype):
 @pytest.mark.parametrize("rows", [8, 3000])
 @pytest.mark.parametrize("cols", [33, 1000])
 def test_weight_gradients_lose_no_row(xp, op, rows, cols):
-    """Weights are float32, for the rounding of 16-bit gradients would hide a row among thousands."""
+    """Weights are float32, because the rounding of 16-bit gradients would hide a row among thousands."""
     x, dy, weight, _ = inputs(xp, rows, cols, "bfloat16", weight="float32")
     check_backward(op, gradients(op, x, dy, weight), dy, x, weight)
 
@@ -80,7 +80,7 @@ def test_weight_and_dy_in_any_dtype(xp, op, dtype, weight_dtype):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cols", [129, 20000, 600001])
 def test_every_combination_of_options(xp, cols, mask, sm_margin, has_weight, zero_centered_gamma):
-    """What is not asked for is None, and what is asked for does not depend on what is not."""
+    """A gradient that is not wanted is None, and the others do not depend on that."""
     x, dy, weight, _ = inputs(xp, 300 if cols < 1000 else 3, cols, "float16", weight="float32")
     weight = weight if has_weight else None
     options = {"zero_centered_gamma": zero_centered_gamma, "sm_margin": sm_margin}
@@ -128,7 +128,9 @@ def test_nan_and_infinity_stay_in_their_row_of_dx(xp, op, bad, where, cols):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("rows", "cols"), [(600, 8192), (20, 600_000)])  # partial sums; columns added up by themselves
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(600, 8192), (20, 600_000)]
+)  # the first has partial sums, the second a kernel for columns
 def test_sums_over_rows_by_two_multiprocessors(op, rows, cols):
     import cupy
 

@@ -1,5 +1,7 @@
-"""A row has the same bits alone or among many, at any address and any stride: y, mean, rstd and dx of every kernel that
-a row of some length may meet. On the stand-in some lengths, on a GPU those of every tier."""
+"""A row has the same bits alone or among many, at any address and stride, in y, mean, rstd and dx.
+
+This holds for every kernel that may take the row. The stand-in runs some row lengths, and a GPU those of every tier.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ BATCHES = (
     (1000, False, 0),
     (100_000, True, 0),
 )  # rows, aligned, sm_margin
-MANY = 9  # rows on the stand-in: threads take several one after the other
+MANY = 9  # rows on the stand-in: so many that a thread takes several, one after the other
 
 
 @pytest.mark.slow
@@ -74,9 +76,7 @@ def orders(problems: Iterable[Problem], device: Device) -> set:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEVICES)
 def test_beside_a_dy_of_another_dtype_too(name):
-    """Backward, where a wider dy leaves less shared memory and fewer registers: at its lengths a tier may have no room
-    for what a row takes most.
-    """
+    """The order stays in the backward pass, though a wide dy leaves less shared memory and fewer registers."""
     device = DEVICES[name]
     rows_and_addresses = ((1, True), (3, False), (100_000, True), (100_000, False))
     for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
@@ -95,7 +95,7 @@ def test_beside_a_dy_of_another_dtype_too(name):
 
 @pytest.mark.parametrize("cols", [10007, 16384, 40960, 81920])
 def test_few_rows_of_a_fused_operation_too(cols):
-    """Their columns are added up apart, by threads that read a matrix of which those that write dx know nothing."""
+    """The order stays though the threads that add up columns read z, which those that write dx do not read."""
     operation = fuse("layer_norm", epilogue=lambda xhat, z, weight, shift: xhat * weight + z * shift).operation
     kinds = {"z": "full", "weight": "column", "shift": "column"}
     dtypes = dict.fromkeys(("x", "dy", *kinds), "bfloat16")
@@ -108,7 +108,7 @@ def test_few_rows_of_a_fused_operation_too(cols):
 
 
 class Dtypes(NamedTuple):
-    """The dtype of x, and of every other array whose dtype is another."""
+    """The dtype of x, and those of the other arrays, where None means that of x."""
 
     x: str
     dy: str | None = None
@@ -124,7 +124,7 @@ def variants(xp: Any, rows: int, cols: int, dtypes: Dtypes, many: int) -> Iterat
     y = xp.empty(x.shape, numpy_dtype("test", dtypes.y or dtypes.x))
     vector_cols = 16 // x.dtype.itemsize
     for row in range(rows):
-        # Alone it begins at an aligned address, and among others not unless cols are whole vectors.
+        # Alone a row begins at an aligned address. Among others it does so only if cols are whole vectors.
         alone = (misplaced(array[row : row + 1], 0) for array in (x, dy))
         yield f"row {row} alone", slice(row, row + 1), (*alone, weight, bias, misplaced(y[:1], 0))
     yield "beside each other", slice(rows), (x, dy, weight, bias, y)
@@ -172,7 +172,7 @@ ON_THE_STAND_IN: tuple[tuple[str, int, str | Dtypes, Device], ...] = (
     ("layer_norm", 8201, "float64", WITHOUT_CLUSTERS),  # streamed
     ("rms_norm", 1003, Dtypes("float16", dy="float32", weight="float64", y="bfloat16"), SMALL),
     ("layer_norm", 4100, Dtypes("float32", dy="float16", weight="bfloat16", bias="float64", y="float64"), SMALL),
-    # A dy so wide that a tier has no room for the row at an odd address.
+    # This dy is so wide that a tier has no room for the row at an odd address.
     ("layer_norm", 36864, Dtypes("bfloat16", dy="float64"), SMALL),
 )
 
@@ -193,9 +193,9 @@ def test_on_the_stand_in(op, cols, dtype, device):
 
 
 def lengths(dtype: str, op: str, device: Device) -> list[int]:
-    """Return for every tier a length that is not whole vectors; in bfloat16 also its longest, and lengths once wrong.
+    """Return a length of every tier that is not whole vectors. In bfloat16 add its longest, and lengths once wrong.
 
-    The other dtypes, which differ in the width of a vector, are tested with one norm.
+    The other dtypes differ only in the width of a vector, so they are tested with one norm.
     """
     vector_cols = 16 // ITEMSIZE[dtype]
     whole = dtype == "bfloat16"
@@ -206,7 +206,7 @@ def lengths(dtype: str, op: str, device: Device) -> list[int]:
     return sorted(chosen) if whole or op == "layer_norm" else []
 
 
-# Some lengths of every tier, each beside arrays of other dtypes; those of 33024 columns and more were once wrong.
+# Arrays of different dtypes are tested in some lengths of every tier. Those above 33024 columns were once wrong.
 MIXTURES = (
     Dtypes("float16", dy="float32"),
     Dtypes("bfloat16", dy="float64", weight="float32", bias="float64", y="float32"),

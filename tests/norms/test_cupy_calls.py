@@ -1,4 +1,4 @@
-"""What a call with CuPy arrays does around its launches, on the stand-in: devices, recipes, options."""
+"""What a call with CuPy arrays does beside its launches: devices, recipes and options, on the stand-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {"zero_centered_gamma": True}
 
 @pytest.fixture
 def arrays(monkeypatch):
-    """x, dy, weight, bias"""
+    """The arrays x, dy, weight and bias."""
     cpu_cupy.play(monkeypatch)
     return [cpu_cupy.asarray(array) for array in inputs(numpy, 5, 40, "float16")]
 
@@ -87,7 +87,7 @@ def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
 
 
 def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays):
-    """1 has the hash of True."""
+    """True is refused as eps after a call with 1, though both are equal and have the same hash."""
     x, _, weight, bias = arrays
     cunorm.layer_norm(x, None, weight, bias, 1)
     with pytest.raises(TypeError, match="eps"):
@@ -103,7 +103,7 @@ def test_dx_out_is_refused_where_dx_is_left_out_by_a_kept_call_too(arrays):
 
 
 def test_the_text_of_a_call_site_has_a_line_for_each_array():
-    """Of two arrays and one result that may be given memory; and of as many results as a recipe says."""
+    """One site has two arrays and one result that may be passed; the other has as many results as its recipe."""
     of_two = site.text(2, 1, out=True, workspace=False)
     assert [of_two.count(f"{name}.strides") for name in ("array0", "array1", "array2", "out")] == [1, 1, 0, 1]
     assert "cuda.alloc" not in of_two

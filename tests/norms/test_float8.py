@@ -1,4 +1,4 @@
-"""The norms with FP8 output: bytes are the nearest to y * q, scales bring them back, and no row knows another."""
+"""The norms with FP8 output: bytes are the nearest to y * q, scales are right, and rows do not depend on others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 
 def float8(op: str, x: Any, weight: Any = None, bias: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """(bytes, scale, y)"""
+    """Return (bytes, scale, y)."""
     if op == "layer_norm":
         return cunorm.layer_norm_fp8_forward(x, None, weight, bias, **options)
     return cunorm.rms_norm_fp8_forward(x, None, weight, **options)
 
 
 def wide(op: str, x: Any, weight: Any = None, bias: Any = None, **options: Any) -> numpy.ndarray:
-    """Return y in float32, [rows, cols], as it is before it is rounded to 8 bits."""
+    """Return y in float32, as it is before it is rounded to 8 bits."""
     parameters = (weight, bias) if op == "layer_norm" else (weight,)
     return on_host(getattr(cunorm, op)(x, None, *parameters, dtype="float32", **options))
 
@@ -43,7 +43,7 @@ def blocks(y: numpy.ndarray, granularity: str | int) -> numpy.ndarray:
 
 
 def check(y: numpy.ndarray, y8: Any, scale: Any, granularity: str | int, dtype: str) -> None:
-    """Hold every byte against the definition with float32 y, and scales within 1 ulp."""
+    """Check every byte against the definition, from float32 y, and scales within 1 ulp."""
     y8, scale = on_host(y8), on_host(scale)
     assert (y8.dtype, y8.shape, scale.dtype) == (numpy.uint8, y.shape, numpy.float32)
     largest_number = numpy.float32(LARGEST[dtype])
@@ -150,9 +150,7 @@ def test_bytes_and_scales(xp, op, rows, cols, granularity, dtype):
 
 
 def check_edges(asarray: Any, cols: int, granularity: str | int) -> None:
-    """Rows of zeros, of tiny numbers and of what is not finite: a product with the last is NaN, where saturation would
-    hide it.
-    """
+    """Check rows of zeros, of tiny numbers, and of infinity and NaN. Their scale is NaN, as saturation hides them."""
     x = numpy.ones((5, cols), "float32")
     x[1], x[2, -1], x[3, 0] = 0, numpy.inf, numpy.nan
     weight = numpy.linspace(-1, 1, cols, dtype="float32")
@@ -181,14 +179,16 @@ def test_rows_at_the_edges(xp, cols, granularity):
 
 
 def check_rounding(asarray: Any, dtype: str) -> None:
-    """Every number of the format, every tie, their neighbours, and what is too large: y is the bias beside a weight of
-    zeros."""
+    """Check every number of the format, every tie, their neighbours, and numbers that are too large.
+
+    The weight is zeros, so that y is the bias, which has these numbers.
+    """
     numbers = numpy.arange(128, dtype=numpy.uint8).view(TYPES[dtype]).astype("float32")
     numbers = numbers[numpy.isfinite(numbers)]
     ties = (numbers[1:] + numbers[:-1]) / 2
     values = numpy.concatenate([numbers, ties, numpy.float32([LARGEST[dtype] * 1.04, LARGEST[dtype] * 2, 3e38])])
     values = numpy.concatenate([values, *(numpy.nextafter(values, numpy.float32(to)) for to in (-1, 1e38))])
-    values = values[(values == 0) | (abs(values) >= 2.0**-126)]  # kernels take what is smaller for 0
+    values = values[(values == 0) | (abs(values) >= 2.0**-126)]  # kernels flush smaller ones to zero
     values = numpy.concatenate([values, -values[values != 0]])
     x = inputs(numpy, 2, len(values), "float32").x
     arrays = map(asarray, (x, numpy.zeros_like(values), values))
@@ -204,7 +204,7 @@ def test_to_the_nearest_and_of_two_to_the_even(xp, dtype):
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_value_exceeds_the_scale_that_is_known_beforehand(xp, op):
-    """The row that comes nearest: one number that differs."""
+    """A row with one number that differs comes nearest to the bound."""
     x = numpy.zeros((1, 1000), "float32")
     x[0, 3] = 1e4
     weight, bias = (xp.asarray(numpy.full(1000, value, "float32")) for value in (2.0, 1.5))

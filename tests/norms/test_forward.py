@@ -1,4 +1,4 @@
-"""The forward pass is as accurate as reference.check_forward says: over shapes, offsets, dtypes and options."""
+"""The forward pass is as accurate as reference.check_forward says, for all shapes, offsets, dtypes and options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_constant_row_becomes_the_bias(xp, value, cols, dtype):
     _, _, weight, bias = inputs(xp, 3, cols, dtype)
     result = cunorm.layer_norm_forward(x, None, weight, bias)
     check_forward("layer_norm", result, x, weight, bias)
-    # Without a bias y is zero, and there is no largest |y| to measure by: by 1, the magnitude of other rows' y.
+    # Without a bias y is zero, so its error is not measured by the largest |y|, but by 1, the size of other rows' y.
     y = cunorm.layer_norm(x)
     assert abs(widen(on_host(y))).max() <= 4 * 2.0 ** (-52 if dtype == "float64" else -23)
 
@@ -113,7 +113,7 @@ def test_any_number_of_trailing_axes(xp, shape, axes):
     assert (y.shape, mean.shape, rstd.shape) == (shape, leading, leading)
     result = (y.reshape(-1, cols), mean.reshape(-1), rstd.reshape(-1))
     check_forward("layer_norm", result, flat, weight.reshape(-1), bias.reshape(-1))
-    # normalized_shape is that of weight where it is not given, and may be an int for one axis.
+    # If normalized_shape is not passed, it is the shape of weight. For one axis it may be an int.
     assert same_bits(cunorm.layer_norm(x, None, weight, bias), y)
     assert axes > 1 or same_bits(cunorm.layer_norm(x, normalized[0], weight, bias), y)
 

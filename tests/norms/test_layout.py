@@ -1,4 +1,4 @@
-"""Where the arrays lie does not matter: alignment, strides, `out`; and nothing is copied that need not be."""
+"""Alignment, strides and `out` do not change results, and nothing is copied without need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_misaligned_base_changes_no_bit(xp, op, cols, dtype):
         x_, dy_, weight_, bias_ = (misplaced(array, offset) for array in (x, dy, weight, bias))
         assert all_same(forward(op, x_, weight_, bias_, out=misplaced(x, offset)), (y, mean, rstd))
         assert all_same(backward(op, dy_, x_, mean, rstd, weight_), gradients)
-    # Each alone.
+    # Each array alone is misplaced.
     assert same_bits(forward(op, misplaced(x, 1), weight, bias)[0], y)
     assert same_bits(forward(op, x, misplaced(weight, 1), bias)[0], y)
     assert same_bits(forward(op, x, weight, misplaced(bias, 1))[0], y)
@@ -41,7 +41,7 @@ def test_a_misaligned_base_changes_no_bit(xp, op, cols, dtype):
 @pytest.mark.parametrize("cols", TIER_COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_apart_in_memory(xp, op, padding, cols, dtype):
-    """x, dy and out are columns of wider matrices, and what lies between the rows of out stays."""
+    """x, dy and out are columns of wider matrices. The elements between the rows of out stay."""
     x, dy, weight, bias = inputs(xp, 5 if cols < 100_000 else 2, cols, dtype)
     y, mean, rstd = forward(op, x, weight, bias)
     gradients = backward(op, dy, x, mean, rstd, weight)
@@ -56,7 +56,7 @@ def test_rows_apart_in_memory(xp, op, padding, cols, dtype):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [129, 4096, 20000, 600001])
 def test_strided_rows_are_not_copied(op, cols):
-    """The memory taken by a call, from a pool of its own, is far below that of x."""
+    """A call takes far less memory than x has, from a pool of its own."""
     import cupy
 
     x, dy, weight, bias = inputs(cupy, 2**24 // cols, cols, "bfloat16")
@@ -68,7 +68,7 @@ def test_strided_rows_are_not_copied(op, cols):
         assert pool.total_bytes() < x.nbytes / 16
         pool.free_all_blocks()
         backward(op, dy, x, mean, rstd, weight, output_mask=(True, False, False))
-        assert pool.total_bytes() < x.nbytes * (1 + 1 / 16)  # dx
+        assert pool.total_bytes() < x.nbytes * (1 + 1 / 16)  # dx has as many bytes as x
 
 
 VIEWS = {
@@ -99,7 +99,7 @@ def test_other_strides(xp, op, view, cols, dtype):
 
 LEADING = {
     "the first rows of each": lambda a: a[:, :2],  # no single stride leads from row to row
-    "every second row": lambda a: a[:, ::2],  # one stride
+    "every second row": lambda a: a[:, ::2],  # one stride leads from row to row
     "axes exchanged": lambda a: a.swapaxes(0, 1),
 }
 
@@ -133,7 +133,7 @@ def test_strided_parameters_and_statistics(xp, op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [33, 1000, 20000])
 def test_one_row_seen_many_times(xp, op, cols):
-    """All rows of a broadcast x or dy are at one address."""
+    """All rows of a broadcast x or dy have one address."""
     x, dy, weight, bias = inputs(xp, 1, cols, "float16")
     many = (300, cols)
     expected = forward(op, xp.ascontiguousarray(xp.broadcast_to(x, many)), weight, bias)
@@ -170,7 +170,7 @@ def test_out_beside_x_in_one_buffer(xp):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", TIER_COLUMNS)
 def test_nothing_is_written_outside_the_results(xp, op, cols):
-    """y has neighbours before and behind it in one buffer; they keep their bits. So do the inputs."""
+    """The elements before and behind y in one buffer keep their bits, and so do the inputs."""
     arrays = inputs(xp, 3, cols, "bfloat16")
     x, dy, weight, bias = arrays
     before = [array.copy() for array in arrays]

@@ -1,4 +1,4 @@
-"""`logging.getLogger("cunorm")`: a line for each compile, fallback and layout that is copied, at INFO and no higher."""
+"""`logging.getLogger("cunorm")` has a line for each compile, fallback and copied layout, at INFO and no higher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call with a new number of rows takes over all that does not depend on it: checks, operands, loaded kernels."""
+"""A call with a new number of rows keeps all that does not depend on it: checks, operands, loaded kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cunorm.kernel.device import H100
 from cunorm.plan.plan import plan
 
 COLS = 64
-ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)  # in this order; some with kernels of their own
+ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)  # called in this order; some have kernels of their own
 
 
 @pytest.fixture
 def runs(monkeypatch) -> cpu_cupy.Runs:
-    """Nothing is computed: what is planned counts."""
+    """The plans of calls, of which nothing is computed."""
     return cpu_cupy.play(monkeypatch, H100, SimpleNamespace(run=lambda *_, **__: None))
 
 
@@ -49,7 +49,7 @@ def of_fused(*leading: int) -> list[Any]:
 
 
 def of_groups(*leading: int) -> list[Any]:
-    """A vector for each of the first axis."""
+    """Call with a vector for each index of the first axis."""
     x, scale = array(2, *leading, COLS), array(2, *[1] * len(leading), COLS)
     return [cunorm.layer_norm_modulate(x, scale, scale)]
 
@@ -98,7 +98,7 @@ def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
 
 
 def test_what_was_refused_is_refused_still(runs):
-    """Of as many rows as columns a vector might be taken for numbers of rows."""
+    """With as many rows as columns, a vector could be taken for per-row scalars."""
     for rows in (COLS, 5):
         x, short = array(rows, COLS), array(5)
         cunorm.add_rms_norm(x, x, array(COLS))
@@ -116,14 +116,14 @@ def test_what_was_refused_is_refused_still(runs):
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_loaded_kernel_is_found_without_its_text(monkeypatch, direction, op):
-    """Neither its text nor its parameters are made, and the driver is asked for nothing."""
+    """Plans for other numbers of rows make neither the text nor the parameters of a kernel, and load nothing."""
     cupy = pytest.importorskip("cupy")
     loads: list[Any] = []
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setattr(compile, "_load", lambda spec, _: loads.append(spec) or SimpleNamespace(ptr=len(loads)))
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)
     monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=None))
-    device_id = -1  # of no GPU: what is loaded here must not be launched elsewhere
+    device_id = -1  # no GPU has it, so that what is loaded here is not launched elsewhere
     launch._loaded.cache_clear()
     plans = {rows: plan(problem(direction, rows, 1024, "bfloat16", op), H100) for rows in range(20_000, 20_100)}
     launch.prepared(plans.pop(20_000), device_id, 0)

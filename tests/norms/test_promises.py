@@ -1,6 +1,4 @@
-"""What stays the same to the bit: a row whatever the batch, a gradient whenever it is computed again. And sizes beyond
-32 bits.
-"""
+"""A row has the same bits in any batch, and a gradient whenever it is computed again. Sizes may be beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from functions import OPS, backward, forward
 from reference import check_forward, normalise, widen
 
 ROW_COUNTS = (1, 8, 300, 5000)
-BATCH_ELEMENTS = 2**27  # 5000 rows of the longest tiers would take gigabytes: there 300 or 8 stand for it
+BATCH_ELEMENTS = 2**27  # 5000 of the longest rows would take gigabytes, so the longest batch has fewer of them
 
 
 @pytest.mark.gpu
@@ -20,7 +18,7 @@ BATCH_ELEMENTS = 2**27  # 5000 rows of the longest tiers would take gigabytes: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", TIER_COLUMNS)
 def test_a_row_does_not_depend_on_the_batch(op, cols, dtype):
-    """Forward, and dx: the first rows of the longest batch and its last row alone, for every number of rows."""
+    """The first rows of the longest batch, and its last row, have the same results and dx in a batch of their own."""
     import cupy
 
     counts = [rows for rows in ROW_COUNTS if rows * cols <= BATCH_ELEMENTS]
@@ -69,7 +67,7 @@ def test_backward_twice_gives_the_same_bits(xp, op, cols, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_more_than_2_31_elements(op):
-    """Rows at the start, around element 2^31 and at the end; the others are zero, so that all sums are known."""
+    """Rows at the start, around element 2^31 and at the end have values. The others are zero, so sums are known."""
     import cupy
 
     cols = 4096
@@ -95,7 +93,7 @@ def test_more_than_2_31_elements(op):
     assert same_bits(picked(y), expected_y)
     assert mean is None or same_bits(picked(mean), expected_mean)
     assert same_bits(picked(rstd), expected_rstd)
-    # The rows between are zero and become the bias.
+    # The other rows are zero and become the bias.
     between = y[2 : boundary // 2 : 1000]
     assert (between == (bias if op == "layer_norm" else 0)).all()
     del y, between

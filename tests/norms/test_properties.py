@@ -1,7 +1,7 @@
-"""Random calls against the float64 reference, and random mistakes, which are TypeErrors or ValueErrors.
+"""Random calls are right by the float64 reference, and random mistakes raise TypeError or ValueError.
 
-Without CUNORM_EXAMPLES they are the same in every run; `CUNORM_EXAMPLES=5000 pytest -m gpu
-tests/norms/test_properties.py` tries so many others in each test.
+Without CUNORM_EXAMPLES they are the same in every run. `CUNORM_EXAMPLES=5000 pytest -m gpu
+tests/norms/test_properties.py` tries 5000 others in each test.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from cunorm.commands.matrix import TABLES, lengths_of_tiers
 from cunorm.kernel import device
 
 EXAMPLES = int(os.environ.get("CUNORM_EXAMPLES", "150"))
-ELEMENTS = 2**17  # of the largest array, save for one row
-# Of the stand-in, which compiles two kernels for most examples.
+ELEMENTS = 2**17  # the largest array has so many, unless it is one row
+# The stand-in compiles two kernels for most examples, so it tries fewer.
 CPU_EXAMPLES = EXAMPLES // 15
 CPU_ROWS, CPU_COLUMNS = 5, 5120
-# Each length compiles kernels on a GPU: some of every tier's, and a few of models.
+# Each length compiles kernels on a GPU, so these are some lengths of every tier, and a few of models.
 LENGTHS = sorted(
     {1, 2, 3, 7, 31, 33, 768, 1000, 4096, 5120}.union(
         *(
@@ -48,7 +48,7 @@ LENGTHS = sorted(
     )
 )
 
-# The fixture is the name of a module: it need not be made anew for each example.
+# The fixture xp is a module, which need not be made anew for each example.
 several = settings(
     max_examples=EXAMPLES,
     derandomize="CUNORM_EXAMPLES" not in os.environ,
@@ -76,11 +76,11 @@ class Call(NamedTuple):
     output_mask: tuple[bool, bool, bool]
     seed: int
     out: str = "apart"  # where y goes: "none" for memory of its own, "apart", "x"
-    dx_out: str = "none"  # likewise dx, and "dy"
+    dx_out: str = "none"  # where dx goes: one of these, or "dy"
     sm_margin: int = 0
 
 
-# What `out` may have, and what anything else may.
+# The layouts of `out`. Other arrays may also be broadcast.
 OWN_MEMORY = (
     "contiguous",
     "padded",
@@ -129,7 +129,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def laid_out(xp: Any, values: numpy.ndarray, layout: str, start: int) -> tuple[Any, Any]:
-    """Return (memory, an array of these values in it); the memory reaches from a guard before to one behind."""
+    """Return (memory, an array of these values in it). The memory has elements before and behind the array."""
     shape = values.shape
     if layout == "transposed" and values.ndim > 1:
         memory, inner = _memory(xp, (shape[1], shape[0], *shape[2:]), values.dtype, start)
@@ -168,7 +168,7 @@ def matrix_of(array: Any, cols: int) -> numpy.ndarray:
 
 
 def numbers(call: Call) -> tuple[numpy.ndarray, ...]:
-    """Return x, dy, weight and bias as they are drawn; weight and bias have their dtype or else that of x."""
+    """Return x, dy, weight and bias at random. weight and bias have the dtype of x if the call has none for them."""
     random = numpy.random.default_rng(call.seed)
     shape = call.leading + call.normalised
     sign = random.choice((-1.0, 1.0))
@@ -181,7 +181,7 @@ def numbers(call: Call) -> tuple[numpy.ndarray, ...]:
 
 
 def run(xp: Any, call: Call) -> None:
-    """Hold both passes of a call against the reference; nothing but `out` and `dx_out` may change."""
+    """Check both passes of a call against the reference, and that only `out` and `dx_out` change."""
     cols = int(numpy.prod(call.normalised))
     values = numbers(call)
     layouts = (call.layouts[0], call.layouts[1], call.layouts[3], call.layouts[3])
@@ -198,7 +198,7 @@ def run(xp: Any, call: Call) -> None:
     options = {"zero_centered_gamma": call.zero_centered_gamma}
 
     def written(where: str, name: str, dtype: str, pass_over: Callable[[Any], tuple]) -> tuple:
-        """What the pass returns, on the host, that goes to memory of its own, apart, or to an array that it reads."""
+        """Return the results of a pass, on the host. They go to new memory, an array apart, or one that it reads."""
         own = {"x": (0, x, call.layouts[0]), "dy": (1, dy, call.layouts[1])}
         if where in own:
             place, array, layout = own[where]
@@ -207,7 +207,7 @@ def run(xp: Any, call: Call) -> None:
             results = pass_over(array)
             assert results[0] is array
             results = tuple(None if array is None else on_host(array).copy() for array in results)
-            array[...] = xp.asarray(values[place])  # as it was, or what lies around it was written to
+            array[...] = xp.asarray(values[place])  # restored, so that the last check sees what else was written
             return results
         if where == "none":
             return tuple(None if array is None else on_host(array) for array in pass_over(None))
@@ -254,7 +254,7 @@ def run(xp: Any, call: Call) -> None:
         assert (bits(on_host(memory)) == bits(copy)).all(), "an input was changed"
 
 
-# NumPy sums a transposed matrix element by element, with an error that grows with the length of the row.
+# In a transposed matrix NumPy adds up a row element by element, with an error that grows with its length.
 TRANSPOSED = Call(
     op="layer_norm",
     leading=(2,),
@@ -283,7 +283,7 @@ def test_any_call_is_right(xp, call):
 
 
 def on_the_stand_in(call: Call) -> Call:
-    """Draw as many rows as the stand-in has time for, and a multiprocessor at least."""
+    """Change a call to as many rows as the stand-in has time for, and leave it at least one multiprocessor."""
     rows = min(math.prod(call.leading), CPU_ROWS)
     return call._replace(leading=(rows,), sm_margin=min(call.sm_margin, MANY_SMS.sms - 1))
 
@@ -301,7 +301,7 @@ short_calls = calls().filter(lambda call: math.prod(call.normalised) <= CPU_COLU
 @settings(several, max_examples=CPU_EXAMPLES)
 @given(call=short_calls, order=st.sampled_from(ORDERS))
 def test_any_call_is_right_on_the_stand_in(call, order):
-    """The device source compiled for the CPU, behind all that a call with CuPy's arrays goes through."""
+    """The kernels are compiled for the CPU, and the call goes all the way of CuPy arrays before."""
     device = MANY_SMS if call.sm_margin else SMALL
     with pytest.MonkeyPatch.context() as patch:
         cpu_cupy.play(patch, device, Machine(order=order))
@@ -312,7 +312,7 @@ THREADS = 4
 
 
 def run_at_once(several_calls: Sequence[Call], run_one: Callable[[Call], None]) -> None:
-    """Every thread makes each call, and each begins with another."""
+    """Let every thread make all calls, each beginning with another one."""
     begin = threading.Barrier(THREADS)
 
     def by_thread(first: int) -> None:
@@ -337,7 +337,7 @@ def test_calls_of_several_threads_at_once_are_right(xp, several_calls):
 @settings(several, max_examples=max(1, CPU_EXAMPLES // 10))
 @given(several_calls=st.lists(short_calls, min_size=2, max_size=3))
 def test_calls_of_several_threads_at_once_are_right_on_the_stand_in(several_calls):
-    """They share recipes; the kernels of the stand-in run one by one."""
+    """The threads share recipes. The kernels of the stand-in run one by one."""
     with pytest.MonkeyPatch.context() as patch:
         runs = cpu_cupy.play(patch, MANY_SMS)
         launch, one_by_one = runs.run, threading.Lock()
@@ -354,13 +354,13 @@ STEPS = st.sampled_from((-32, -16, -8, -4, 0, 4, 6, 8, 12, 16, 20, 24, 32, 48)) 
 
 
 class View(NamedTuple):
-    """Draw a matrix of float32 in a buffer."""
+    """A matrix of float32 in a buffer."""
 
-    start: int  # in bytes, behind the middle of the buffer
+    start: int  # in bytes, from the middle of the buffer
     strides: tuple[int, int]
 
     def elements(self, shape: tuple[int, int]) -> list[int]:
-        """Where each begins."""
+        """Return where each element begins, in bytes."""
         places = itertools.product(*map(range, shape))
         return [self.start + sum(i * step for i, step in zip(place, self.strides, strict=True)) for place in places]
 
@@ -372,9 +372,7 @@ views = st.builds(View, st.integers(-8, 8).map(lambda n: 4 * n), st.tuples(STEPS
 @several
 @given(x_view=views, out_view=views, shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), backward_too=st.booleans())
 def test_memory_that_overlaps_is_refused_or_harmless(xp, x_view, out_view, shape, backward_too):
-    """Views of one buffer that share an element are refused, and so are strides of parts of elements. All others are
-    right.
-    """
+    """Views of one buffer that share an element are refused, as are strides of parts of elements. Others are right."""
     buffer = xp.asarray(numpy.random.default_rng(0).standard_normal(256).astype("float32"))
     x, out = (
         xp.lib.stride_tricks.as_strided(buffer[128 + view.start // 4 :], shape, view.strides)
@@ -403,7 +401,7 @@ def test_memory_that_overlaps_is_refused_or_harmless(xp, x_view, out_view, shape
             assert cunorm.layer_norm(x, out=out) is out
     except ValueError as error:
         refused = str(error)
-    if refused:  # strides that no slicing gives, or rows too far from each other's for an answer
+    if refused:  # for strides that no slicing gives, or rows too far apart, the check may refuse what is harmless
         assert "share no memory" in refused or "its own memory" in refused
     else:
         assert same_bits(numpy.array(on_host(out)), on_host(expected))
@@ -415,7 +413,7 @@ WRONG_KINDS = (1.5, 3, "array", b"bytes", [1.0] * COLS, {}, object(), numpy.floa
 
 
 def wrong_arrays(*shapes: tuple[int, ...]) -> st.SearchStrategy:
-    """What cannot be an array of one of these shapes."""
+    """Draw what is no array of one of these shapes."""
     sizes = st.lists(st.integers(0, 9), max_size=3).map(tuple).filter(lambda shape: shape not in shapes)
     return st.one_of(
         st.sampled_from(WRONG_KINDS),
@@ -462,7 +460,7 @@ def good_arguments(function: str) -> dict[str, Any]:
 
 
 def on_device(xp: Any, value: Any) -> Any:
-    """Return arrays of numbers as arrays of xp; CuPy has no others."""
+    """Move an array of numbers to xp. CuPy has no arrays of other kinds."""
     movable = isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.name != "longdouble"
     return xp.asarray(value) if movable and value.dtype.itemsize <= 8 else value
 
@@ -471,7 +469,7 @@ def on_device(xp: Any, value: Any) -> Any:
 @several
 @given(function=st.sampled_from(sorted(ARGUMENTS)), data=st.data())
 def test_a_mistake_is_a_type_error_or_a_value_error(xp, function, data):
-    """It is refused right after a good call, too, which the GPU's path remembers: 8.0 equals 8, and False equals 0."""
+    """A mistake is refused also after a good call, which CuPy's path remembers: 8.0 equals 8, and False equals 0."""
     good = good_arguments(function)
     getattr(cunorm, function)(**{name: on_device(xp, value) for name, value in good.items()})
     names = data.draw(st.sets(st.sampled_from(sorted(good)), min_size=1, max_size=2), label="names")

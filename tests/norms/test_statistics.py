@@ -1,4 +1,4 @@
-"""Arithmetic of statistics.cuh that two kernels do in two ways, to the same bits."""
+"""Two kernels do arithmetic of statistics.cuh in two ways, which give the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ const cpu::Kernel cpu::kernel = cpu::Erased<&quotients>::kernel;
 
 @pytest.mark.parametrize("cols", [3, 129, 5696, 65535])
 def test_a_sum_is_divided_with_one_rounding(cols):
-    """By the call and by products, whose bits a row may have by turns: rows are few or many."""
+    """A division and products give the same bits. A row may meet either, by the number of rows."""
     (step, *_) = plan(problem("forward", 3, 136, "float32"), SMALL).steps
     text = Machine().text(step.spec)
     text = text[: text.rindex("const cpu::Kernel")] + ENTRY.replace("COLS", str(cols))

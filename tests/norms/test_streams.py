@@ -1,4 +1,4 @@
-"""On whose stream and device a call runs, and what other libraries' arrays become."""
+"""The streams and devices on which calls run, and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def device(request):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [129, 4096, 20000, 600001])
 def test_a_call_waits_for_what_its_stream_does(device, op, cols):
-    """x and dy are written on a side stream behind a delay; the call on the same stream must see them."""
+    """x and dy are written on a side stream after a delay, and the call on the same stream must see them."""
     x, dy, weight, bias = inputs(cupy, 3, cols, "float16")
     y, mean, rstd = forward(op, x, weight, bias)  # also compiles and fills the pool
     gradients = backward(op, dy, x, mean, rstd, weight)
     late_x, late_dy = cupy.zeros_like(x), cupy.zeros_like(dy)
     stream = cupy.cuda.Stream(non_blocking=True)
     zeros = cupy.zeros_like(x)
-    # Memory that the calls above freed may be used again on the side stream only once they are done.
+    # The side stream may use memory that the calls above freed only when they are done.
     cupy.cuda.runtime.deviceSynchronize()
-    with stream:  # once without the delay: everything is loaded, memory is there
+    with stream:  # the first calls here, without the delay, load everything and take memory
         late_x[...] = zeros
         late_dy[...] = zeros
         backward(op, late_dy, late_x, mean, rstd, weight)
@@ -75,7 +75,7 @@ def test_a_captured_step_with_a_pool_of_its_own_replays_beside_other_work(way):
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
-        step()  # the default pool has the memory of a step, as it would have after a capture that took it from there
+        step()  # so the default pool has memory for a step, which a wrong capture would take
         with cupy.cuda.using_allocator(pool.malloc):
             step()
             stream.begin_capture()
@@ -133,7 +133,7 @@ def test_arrays_on_a_device_that_is_not_current(op):
 
 
 class Lent:
-    """An array of a library that cunorm does not know: DLPack is all that it has."""
+    """An array of a library that cunorm does not know, which has only DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -152,10 +152,10 @@ def test_arrays_through_dlpack():
     y, mean, rstd = cunorm.layer_norm_forward(lent_x, None, lent_weight, lent_bias)
     assert isinstance(y, cupy.ndarray)
     assert same_bits(y, cunorm.layer_norm(x, None, weight, bias))
-    # Statistics as CuPy arrays, the rest as they were lent.
+    # The statistics are CuPy arrays, and the other arrays are lent.
     gradients = cunorm.layer_norm_backward(lent_dy, lent_x, mean, rstd, lent_weight)
     check_backward("layer_norm", gradients, dy, x, weight)
-    # A strided array, and `out`.
+    # x may be strided, and `out` may be lent.
     out = torch.empty((300, 1000), dtype=torch.float16, device="cuda")
     strided = torch.from_dlpack(x).repeat(1, 2)[:, :1000]
     cunorm.rms_norm(Lent(strided), None, lent_weight, out=Lent(out))
@@ -186,8 +186,8 @@ def test_an_array_on_the_host_is_refused():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [1024, 4096, 20000])
 def test_backward_passes_that_begin_early_keep_their_partial_rows_apart(op, cols):
-    """They follow each other in a full stream, each in the workspace of the one before, which may not have ended."""
-    rows = max(300, 6_000_000 // cols)  # few rows are one launch
+    """They follow each other in a busy stream. Each uses the workspace of the one before, which may not have ended."""
+    rows = max(300, 6_000_000 // cols)  # fewer rows would take one launch
     x, dy, weight, bias = inputs(cupy, rows, cols, "float16")
     _, mean, rstd = forward(op, x, weight, bias)
     dys = [dy * dy.dtype.type(scale) for scale in (1, -2, 0.5, 3) * 2]

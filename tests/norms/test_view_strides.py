@@ -1,4 +1,4 @@
-"""Which views two strides lead through, which overlap, and what is planned for them."""
+"""Which views two strides describe, which views overlap, and what is planned for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Operand, RowStrides
 
-# (shape, strides, normalised axes, where rows begin)
+# (shape, strides, number of normalised axes, strides of the rows or None)
 MERGED = {
     "a row": ((8,), (1,), 1, RowStrides(8)),
     "rows": ((5, 8), (8, 1), 1, RowStrides(8)),
@@ -50,11 +50,11 @@ def test_two_strides_at_most_lead_from_row_to_row(name):
 
 @pytest.mark.parametrize("inner", [2, 3, 7, 12, 40, 64, 127, 10**6 + 3, 2**31 - 1])
 def test_a_product_stands_for_the_division(inner):
-    """Up to the last row of which row_strides says that kernels count so far."""
+    """It does so for every row number that row_strides lets a kernel have."""
     last = 2**32 - 1
     random = numpy.random.default_rng(inner)
     rows = {0, 1, inner - 1, inner, 2 * inner - 1, 2 * inner, last - last % inner - 1, last - last % inner, last}
-    rows |= {int(last * one) for one in random.random(200)}
+    rows |= {int(last * fraction) for fraction in random.random(200)}
     numbers = Operand("x", "full", "float32", False, 5, 5 * inner + 11, inner).row_arguments
     for row in rows:
         if 0 <= row <= last:
@@ -71,7 +71,7 @@ def qkv_problem(direction: str = "forward", cols: int = 64, **strides: RowStride
 
 
 def test_neither_strides_nor_heads_make_another_kernel():
-    """Only that there are two strides does."""
+    """A kernel depends only on there being two strides."""
     views = [RowStrides(64, 64 * 9, 3), RowStrides(64, 64 * 20, 6), RowStrides(0, 64, 2), RowStrides(64, 0, 4)]
     specs = {plan(qkv_problem(x=view), KNOWN[90]).steps[0].spec for view in views}
     assert len(specs) == 1
@@ -100,8 +100,8 @@ def test_what_a_view_leaves_out_is_not_counted(direction):
     assert qkv_problem(direction, **views).bytes_moved == qkv_problem(direction).bytes_moved
 
 
-# The layouts of two arrays in one buffer; how many elements the second begins after the first where they share no
-# memory, and where they do.
+# The layouts of two arrays in one buffer, an offset of the second in elements at which they share no memory, and one at
+# which they do.
 APART = {
     "q and k": (((4, 3, 8), (72, 8, 1)), ((4, 3, 8), (72, 8, 1)), 24, 23),
     "q and v": (((4, 3, 8), (72, 8, 1)), ((4, 3, 8), (72, 8, 1)), 48, 49),
@@ -139,7 +139,7 @@ def elements(layout: tuple, offset: int = 0) -> list[int]:
 
 
 def test_no_overlap_is_missed():
-    """Against the elements themselves, for random strides."""
+    """The answers for random strides agree with the sets of elements."""
     random = numpy.random.default_rng(0)
     answers = set()
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Views between whose rows two strides lead, such as the heads of a packed QKV, are read and written where they lie."""
+"""Views whose rows have two strides, such as the heads of a packed QKV, are read and written where they lie."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 @pytest.fixture(params=["stand-in", "stand-in, as many rows", pytest.param("gpu", marks=pytest.mark.gpu)])
 def family(request, monkeypatch):
-    """CuPy's asarray and broadcast_to, and `play`, which lets the stand-in be a GPU."""
+    """asarray and broadcast_to of CuPy or the stand-in, and `play`, which makes the stand-in play a GPU."""
     if request.param == "gpu":
         import cupy
 
@@ -56,7 +56,7 @@ def viewed(family: Any, name: str, array: Any, buffer_shape: tuple[int, ...]) ->
 
 
 def all_same(a: Any, b: Any) -> bool:
-    return all(same_bits(one, other) for one, other in zip(a, b, strict=True))
+    return all(same_bits(first, second) for first, second in zip(a, b, strict=True))
 
 
 def contiguous(family: Any, view: Any) -> Any:
@@ -66,7 +66,7 @@ def contiguous(family: Any, view: Any) -> Any:
 
 
 def written_alone(family: Any, name: str, dtype: str, buffer_shape: tuple[int, ...]) -> tuple[Any, Callable[[], bool]]:
-    """Return (a view to write to, whether nothing beside it was written)."""
+    """Return (a view to write to, a function that says whether nothing beside it was written)."""
     buffer = family.asarray(narrow(numpy.full(buffer_shape, 7.0), dtype))
 
     def alone() -> bool:
@@ -78,7 +78,7 @@ def written_alone(family: Any, name: str, dtype: str, buffer_shape: tuple[int, .
 
 
 def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callable[[], list[str]]) -> None:
-    """With x, dy, y and dx in views, alone and all at once, bits are those of contiguous arrays; nothing is copied."""
+    """Check that x, dy, y and dx in views, alone and together, give the bits of contiguous arrays without a copy."""
     shape = (TOKENS, 3 * HEADS, width)
     wide = inputs(numpy, TOKENS * 3 * HEADS, width, dtype)
     x, dy = (viewed(family, name, array, shape) for array in (wide.x, wide.dy))
@@ -103,9 +103,9 @@ def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callab
         with pytest.raises(ValueError, match="every element of out must have its own memory"):
             forward(op, x, weight, bias, out=x)
     else:
-        for of in (x, flat_x):
+        for array in (x, flat_x):
             out, alone = written_alone(family, name, dtype, shape)
-            result = forward(op, of, weight, bias, out=out)
+            result = forward(op, array, weight, bias, out=out)
             assert result[0] is out
             assert all_same(result, expected), "other bits forward into a view"
             assert alone(), "y is written beside its rows"
@@ -140,14 +140,14 @@ def test_views_on_the_host(name, op, lines):
 @pytest.mark.parametrize("cols", [64, 128, 1000, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 600_000])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_views_cost_no_kernel_its_registers(direction, cols):
-    """test_compile_matrix.py says the same of contiguous arrays. On sm_75, 80, 100 and 120 views were compiled once."""
+    """A kernel for views spills no register. test_compile_matrix.py says the same of contiguous arrays."""
     views = dict.fromkeys(("x", "y", "dy", "dx"), RowStrides(cols, 9 * cols, 3))
     task = plain("layer_norm", direction, 30_000, cols, "bfloat16", "bfloat16", strides=views)
     for step in plan(task, KNOWN[90]).steps:
         assert fault(step.spec, compile_for(step.spec, 90)) == ""
 
 
-# (width, dtype, GPU of the stand-in): a row is held by part of a warp, by warps, by a cluster, by nobody.
+# what holds a row: (width, dtype, GPU of the stand-in)
 KERNELS = {
     "part of a warp": (40, "float32", SMALL),
     "warps": (1000, "bfloat16", SMALL),
@@ -210,7 +210,7 @@ def test_several_normalised_axes(family):
 
 
 def test_operands_of_fused_operations(family, lines):
-    """Return x, the residual and the gradients of y and of s, each a view of its own."""
+    """x, the residual and the gradients of y and s may each be another view."""
     family.play(SMALL)
     shape = (TOKENS, 3 * HEADS, 72)
     arrays = [inputs(numpy, TOKENS * 3 * HEADS, 72, "float32", seed=i).x for i in range(4)]
@@ -237,7 +237,7 @@ def test_elements_at_addresses_that_a_gpu_cannot_read_are_refused(family):
     family.play(SMALL)
 
     def at(start: int) -> Any:
-        """4 x 8 float64, `start` bytes behind where memory begins."""
+        """Return 4 x 8 float64 that begin `start` bytes behind an aligned address."""
         return family.asarray(numpy.zeros(68, "float32"))[start // 4 :][:64].view("float64").reshape(4, 8)
 
     good, odd, even = at(0), at(4), at(8)
@@ -264,7 +264,7 @@ def test_elements_at_addresses_that_a_gpu_cannot_read_are_refused(family):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [64, 128, 4096, 20000, 600001])
 def test_views_take_no_memory_beside_the_results(op, cols):
-    """The memory taken by a call, from a pool of its own, is far below that of x."""
+    """A call takes far less memory than x has, from a pool of its own."""
     import cupy
 
     tokens = max(2, 2**24 // (9 * cols))

@@ -7,7 +7,7 @@ from typing import Any
 
 HEADS = 3
 TOKENS = 4
-# Each takes a buffer of shape (tokens, 3 * heads, width).
+# Each view takes a buffer of shape (tokens, 3 * heads, width).
 VIEWS: dict[str, Callable[[Any, Any], Any]] = {
     "heads of a packed QKV": lambda family, a: a[:, HEADS : 2 * HEADS],
     "of two sequences": lambda family, a: a.reshape(2, -1, *a.shape[1:])[:, :, HEADS : 2 * HEADS],
@@ -29,7 +29,7 @@ def odd_rows(a: Any) -> Any:
     return rows.reshape(-1)[: -len(a)].reshape(len(a), -1)
 
 
-def results(of: tuple[Any, Any, Any], cols: int) -> tuple[Any, Any, Any]:
+def results(forward_results: tuple[Any, Any, Any], cols: int) -> tuple[Any, Any, Any]:
     """Return y and the statistics with all rows in one axis."""
-    y, *statistics = of
+    y, *statistics = forward_results
     return y.reshape(-1, cols), *(None if numbers is None else numbers.reshape(-1) for numbers in statistics)

@@ -1,4 +1,4 @@
-"""Checked problems, as calls would make them, for tests of plans and kernels that need no arrays."""
+"""Problems as calls make them, for tests of plans and kernels that need no arrays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 
-DEVICES = {one.name: one for arch in KNOWN for one in known(arch)}
+DEVICES = {device.name: device for arch in KNOWN for device in known(arch)}
 
 
 def problem(direction: str, rows: int, cols: int, dtype: str, op: str = "layer_norm", **changes: Any) -> Problem:
-    """Everything there is and is wanted: contiguous rows, weight and bias of the dtype of x."""
+    """Return a problem with contiguous rows, weight and bias of the dtype of x, and all gradients wanted."""
     arguments: dict[str, Any] = {"weight": dtype}
     if direction == "forward" and op == "layer_norm":
         arguments["bias"] = dtype
@@ -23,7 +23,7 @@ def problem(direction: str, rows: int, cols: int, dtype: str, op: str = "layer_n
 
 
 def refused(problem: Problem, device: Device) -> bool:
-    """Streamed rows have no sums of what the prologue takes for many rows."""
+    """Whether there is no plan: streamed rows have no gradient of a vector or number that the prologue shares."""
     try:
         plan(problem, device)
     except NotImplementedError:

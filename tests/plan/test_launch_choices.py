@@ -1,4 +1,4 @@
-"""However the threads of a row are spread over warps and CTAs, and however rows wait: its results keep their bits."""
+"""A row has the same bits by every legal launch, however its threads are spread and however rows wait."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from cunorm.plan.problem import Groups, Problem, forward_problem
 from cunorm.plan.steps import Plan
 
 ROWS = 5
-DRAWS = 4  # of the launches that a row could have
-STEP = 7919  # a prime, from one drawn launch to the next
+DRAWS = 4  # launches that are tried, out of all that a row could have
+STEP = 7919  # a prime: the distance from one drawn launch to the next
 
 
 def drawn(number: int) -> Callable[[Problem, Device], Plan]:
-    """A plan by another launch of the problem's rows; few rows of a backward pass have others as if they were many."""
+    """Return a function like `plan` that takes another launch than the best.
+
+    With MOST_ROWS at 0, the few rows of a backward pass get the launches of many.
+    """
 
     def other(problem: Problem, device: Device) -> Plan:
         with mock.patch.object(backward_rule, "MOST_ROWS", 0):
@@ -48,15 +51,15 @@ def drawn(number: int) -> Callable[[Problem, Device], Plan]:
 
 def assert_same_bits(results: Iterator[tuple[Any, ...]]) -> None:
     for first, second in pairwise(results):
-        for one, other, name in zip(first, second, ("y", "mean", "rstd", "dx"), strict=True):
-            assert one is None or same_bits(one, other), name
+        for array, other_array, name in zip(first, second, ("y", "mean", "rstd", "dx"), strict=True):
+            assert array is None or same_bits(array, other_array), name
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("cols", "dtype"), [(40, "float32"), (513, "bfloat16"), (2048, "bfloat16"), (9000, "float32")])
 def test_on_the_stand_in(op, cols, dtype):
-    """The norms share the launches that are drawn."""
+    """Each norm tries a share of the drawn launches."""
     x, dy, weight, bias = inputs(numpy, ROWS, cols, dtype)
     _, mean, rstd = cpu_functions.forward(Machine(), op, x, weight, bias)
 
@@ -73,26 +76,26 @@ def test_on_the_stand_in(op, cols, dtype):
 
 
 def of_function(name: str, rows: int, cols: int, groups: Groups | None = None, **more: str) -> Problem:
-    """The forward pass of a named function over a fused operation."""
+    """Return the problem of the forward pass of a named fused operation."""
     operation = FUSIONS[name]()
-    kinds = {one: KINDS_OF_FUSIONS.get(one, "column") for one in operation.operands}
+    kinds = {operand: KINDS_OF_FUSIONS.get(operand, "column") for operand in operation.operands}
     dtypes = dict.fromkeys(("x", "y", "s", *operation.operands), "bfloat16")
-    dtypes = {one: dtype for one, dtype in dtypes.items() if one != "s" or operation.prologue} | more
+    dtypes = {operand: dtype for operand, dtype in dtypes.items() if operand != "s" or operation.prologue} | more
     kinds |= {"y8_scale": "per_row"} if more else {}
     return forward_problem(operation, rows, cols, dtypes, kinds=kinds, groups=groups)
 
 
 def written(solution: Plan) -> dict[str, bytes]:
-    """What a plan writes on the stand-in, but for sums over rows, by name."""
+    """Run a plan on the stand-in, and return the bytes that it writes by name, without sums over rows."""
     problem = solution.problem
     arrays = {}
-    for one in problem.operands:
-        count = one.size(problem.rows, problem.cols)
-        arrays[one.name] = array = poisoned(count * one.itemsize)
-        if not one.written:
-            array[:] = bytes_of(abs(numpy.random.default_rng(count).standard_normal(count)) + 0.5, one)
+    for operand in problem.operands:
+        count = operand.size(problem.rows, problem.cols)
+        arrays[operand.name] = array = poisoned(count * operand.itemsize)
+        if not operand.written:
+            array[:] = bytes_of(abs(numpy.random.default_rng(count).standard_normal(count)) + 0.5, operand)
     Machine().run(solution, dict.fromkeys(problem.scalars, 0.5), **arrays)
-    kept = (one.name for one in problem.operands if one.written and one.name not in problem.sums)
+    kept = (operand.name for operand in problem.operands if operand.written and operand.name not in problem.sums)
     return {name: arrays[name].tobytes() for name in kept}
 
 
@@ -118,7 +121,7 @@ def written(solution: Plan) -> dict[str, bytes]:
     ],
 )
 def test_other_operations_on_the_stand_in(problem):
-    """For many rows, of which there are few here: the candidates of few and of many differ."""
+    """The few rows here get the launches of many, because those of few rows are others."""
     expected = written(plan(problem, SMALL))
     for number in range(DRAWS // 2):
         other = drawn(number)(problem, SMALL)

@@ -1,4 +1,4 @@
-"""Plans: what is launched for a problem on a device. Nothing is launched, and no GPU is needed."""
+"""Plans say what is launched for a problem on a device. These tests launch nothing and need no GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("vectors", ["a b", "a b c", "a b c d e"])
 def test_few_rows_of_more_gradients_fit_into_shared_memory(vectors, name):
-    """The sums of the columns lie there beside what the warps of a row exchange."""
+    """Shared memory holds the sums of the columns beside what the warps of a row exchange."""
     epilogue = {
         "a b": lambda xhat, a, b: xhat * a + b,
         "a b c": lambda xhat, a, b, c: xhat * a * b + c,
@@ -79,7 +79,7 @@ def test_few_rows_of_more_gradients_fit_into_shared_memory(vectors, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_longer_rows_take_higher_tiers(direction, dtype, name):
-    """But a cluster may hold rows of some lengths that are few, as of 4096 columns, and a CTA longer ones."""
+    """CTAs and clusters count as one tier: a cluster may hold a few rows that are shorter than those of a CTA."""
     tiers = [plan(problem(direction, 8, cols, dtype), DEVICES[name]).tier for cols in ALL_COLUMNS]
     assert tiers == sorted(tiers, key={"warp": 0, "cta": 1, "cluster": 1, "streamed": 2}.__getitem__)
     assert ("cluster" in tiers) == (DEVICES[name].arch >= 90)
@@ -99,7 +99,7 @@ def test_the_tables_of_cases_reach_every_tier(direction, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction, dtype, name, op):
-    """Nor on strides: the same columns are added up in the same order. How many rows share a CTA does not matter."""
+    """It does not depend on strides either. So the same columns are added up in the same order."""
 
     def shapes(rows, cols, **changes):
         solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), DEVICES[name])
@@ -111,11 +111,11 @@ def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction
         ]
 
     for cols in ALL_COLUMNS:
-        one = shapes(1, cols)
+        of_one_row = shapes(1, cols)
         for rows in (2, 8, 300, 5000, 10**7):
-            assert shapes(rows, cols) == one
-            assert shapes(rows, cols, aligned=False) == one
-            assert shapes(rows, cols, strides={"x": cols + 1}) == one
+            assert shapes(rows, cols) == of_one_row
+            assert shapes(rows, cols, aligned=False) == of_one_row
+            assert shapes(rows, cols, strides={"x": cols + 1}) == of_one_row
 
 
 @pytest.mark.parametrize("missing", CLUSTER_SIZES)
@@ -135,7 +135,7 @@ def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_many_rows_compile_no_more_kernels(direction, dtype, name):
-    """Few rows to an SM may have kernels of their own."""
+    """The numbers of rows here are large, because a few rows for each SM may have kernels of their own."""
     for cols in ALL_COLUMNS:
         specs = [
             [step.spec for step in plan(problem(direction, rows, cols, dtype), DEVICES[name]).steps]
@@ -158,7 +158,7 @@ def test_sums_of_streamed_rows_that_read_nothing_of_groups_are_those_of_all_rows
 
 @pytest.mark.parametrize("device", [H100, KNOWN[90], KNOWN[120]], ids=lambda device: device.name)
 def test_long_rows_of_two_matrices_with_a_scale_for_each_have_a_plan(device):
-    """Of rows of the largest clusters there is none of twice the size."""
+    """Rows that need the largest cluster cannot have one of twice the size."""
     dtypes = dict.fromkeys(("x", "z", "weight"), "float16") | {"y8": "float8_e4m3fn"}
     kinds = {"z": "full", "y8_scale": "per_row"}
     for cols in range(2**18, 2**19 + 2**16, 2**14):
@@ -167,18 +167,18 @@ def test_long_rows_of_two_matrices_with_a_scale_for_each_have_a_plan(device):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_problem_of_other_rows_is_what_is_made_anew(direction):
-    """Whatever was asked of the first, and is kept."""
+    """Properties that the first problem has computed and kept do not leak into the other."""
     first, anew = (problem(direction, rows, 1000, "float16") for rows in (3, 5000))
     names = [name for name in dir(first) if not name.startswith("_") and name != "with_rows"]
     before = {name: getattr(first, name) for name in names}
-    found = first.with_rows(5000)
-    assert found == anew
-    assert hash(found) == hash(anew)
-    assert {name: getattr(found, name) for name in names} == {name: getattr(anew, name) for name in names}
+    derived = first.with_rows(5000)
+    assert derived == anew
+    assert hash(derived) == hash(anew)
+    assert {name: getattr(derived, name) for name in names} == {name: getattr(anew, name) for name in names}
     assert {name: getattr(first, name) for name in names} == before
 
 
-# To a million, a good hundred as far apart by factors, and where rules end: at powers of two.
+# Numbers up to a million at equal factors, and those around powers of two, where rules end.
 NUMBERS_OF_ROWS = sorted(
     {round(10 ** (i / 20)) for i in range(121)} | {2**i + more for i in range(20) for more in (0, 1)}
 )
@@ -193,7 +193,7 @@ def test_a_layout_compiles_few_kernels_whatever_the_rows(direction, dtype, op, d
     kernels = {}
     for cols in (64, 512, 640, 1152, 2880, 4096, 5120, 8192, 16384, 65536):
         plans = (plan(problem(direction, rows, cols, dtype, op), device) for rows in NUMBERS_OF_ROWS)
-        kernels[cols] = len({step.spec for one in plans for step in one.steps})
+        kernels[cols] = len({step.spec for solution in plans for step in solution.steps})
     assert max(kernels.values()) <= MOST_KERNELS, kernels
 
 
@@ -201,7 +201,7 @@ def test_a_layout_compiles_few_kernels_whatever_the_rows(direction, dtype, op, d
 @pytest.mark.parametrize("rows", [1, 3, 500, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name):
-    """It waits before anything else, and no SM has room for more of its CTAs than planned."""
+    """Its kernel first waits for the kernel before, and no SM has room for more of its CTAs than planned."""
     device = DEVICES[name]
     for cols in (128, 1600, 5000, 16384, 70000, 600000):
         solution = plan(problem("backward", rows, cols, dtype), device)
@@ -217,7 +217,7 @@ def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name
 
 @pytest.fixture
 def early_launch(monkeypatch):
-    """Sets CUNORM_EARLY_LAUNCH, of which the answer is kept."""
+    """A function that sets CUNORM_EARLY_LAUNCH and forgets what was kept of an earlier value."""
 
     def forget():
         early_launches.cache_clear()
@@ -233,11 +233,11 @@ def early_launch(monkeypatch):
 
 
 def test_the_environment_switches_early_launches_off(early_launch):
-    """Kernels, grids and so bits stay; no launch asks for more shared memory than its kernel needs."""
+    """Kernels and grids stay, and so do bits. No launch asks for more shared memory than its kernel needs."""
     problems = [problem("backward", rows, cols, "bfloat16") for rows in (64, 10**5) for cols in (128, 5000, 70000)]
-    usual = [plan(each, KNOWN[90]).steps for each in problems]
+    usual = [plan(task, KNOWN[90]).steps for task in problems]
     early_launch("0")
-    off = [plan(each, KNOWN[90]).steps for each in problems]
+    off = [plan(task, KNOWN[90]).steps for task in problems]
     assert any(step.begins_early for steps in usual for step in steps)
     assert not any(device.overlaps_launches for device in DEVICES.values())
     assert not any(step.begins_early for steps in off for step in steps)
@@ -256,20 +256,20 @@ def test_the_environment_says_0_or_1_of_early_launches(early_launch):
 @pytest.mark.parametrize("cols", [768, 1600, 3776, 4352, 7424, 8192, 10240, 12288, 24576, 57344, 131072])
 @pytest.mark.parametrize("elements", [4, 8, 64])
 def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, cols, device):
-    """Or dweight would be added up in another order."""
+    """With another number of partial rows, dweight would be added up in another order."""
     rows = (elements << 20) // cols
     changes = {"wanted": ("x", "weight", "bias")}
     plans = [
         plan(problem("backward", rows, cols, "bfloat16", aligned=aligned, **changes), device)
         for aligned in (True, False)
     ]
-    assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
+    assert len({(solution.groups, solution.steps[0].spec.rows_per_cta) for solution in plans}) == 1
 
 
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_bounded(dtype, arch):
-    """4 x SMs x cols (whole lines of 32) x 8 bytes, whatever the rows; nothing where there is nothing to add up."""
+    """It has at most 4 x SMs x cols (rounded up to 32) x 8 bytes, and none where nothing is added up."""
     device = KNOWN[arch]
     for cols, rows, wanted in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), GRADIENTS):
         solution = plan(problem("backward", rows, cols, dtype, wanted=wanted), device)
@@ -285,14 +285,15 @@ def test_the_workspace_is_bounded(dtype, arch):
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_no_launch_takes_the_multiprocessors_that_a_margin_leaves_free(direction, name):
-    """It has no more CTAs than the others hold at once: as many as the plan counts with, or of small ones 512 threads.
+    """A launch has no more CTAs than the other multiprocessors hold at once.
 
-    Sums over rows, and what adds them up, by CTAs of 256 threads, too, however long a row is.
+    A multiprocessor holds as many CTAs as the plan counts with, or 512 threads of smaller ones. The kernels that add up
+    rows and partial rows obey this too, however long a row is.
     """
     device = DEVICES[name]
-    wanted = [{"wanted": one} for one in (("x", "weight", "bias"), ("bias",), ("x",))]
+    wanted = [{"wanted": names} for names in (("x", "weight", "bias"), ("bias",), ("x",))]
     changes = wanted if direction == "backward" else [{}]
-    found = set()
+    kernels = set()
     for cols, rows, dtype, asked in itertools.product(
         (*ALL_COLUMNS, 10_048), (1, 30, 5000, 10**6), ("bfloat16", "float64"), changes
     ):
@@ -304,8 +305,8 @@ def test_no_launch_takes_the_multiprocessors_that_a_margin_leaves_free(direction
                 allowed = device.resident_clusters(step.spec.cluster, at_once, margin) * step.spec.cluster
                 assert math.prod(step.grid) <= allowed, (rows, solution.describe())
                 if step.spec.kernel in ("sum_partials", "column_gradients"):
-                    found.add((step.spec.kernel, step.spec.several_blocks))
-    assert len(found) == (4 if direction == "backward" else 0), "both, as they are and in turns"
+                    kernels.add((step.spec.kernel, step.spec.several_blocks))
+    assert len(kernels) == (4 if direction == "backward" else 0), "both kernels take one block and several"
 
 
 def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():
@@ -318,7 +319,7 @@ def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():
 
 
 def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
-    """Their columns are read before dx is written, and dweight has the bits that it has elsewhere."""
+    """The columns are read before dx is written, and dweight has the same bits as in one launch."""
     apart = plan(problem("backward", 64, 1024, "bfloat16"), KNOWN[90])
     over = plan(problem("backward", 64, 1024, "bfloat16", overwrites=True), KNOWN[90])
     assert [step.spec for step in over.steps] == [apart.steps[0].spec.columns, apart.steps[0].spec.rows]
@@ -327,22 +328,22 @@ def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
 
 
 def few_rows(arch: int, **changes: Any) -> list[tuple[int, int, Step]]:
-    """(rows, cols, the launch) of each backward pass that is one for few rows."""
-    found = []
+    """Return (rows, cols, step) of each backward pass that takes the kernel for few rows."""
+    launches = []
     for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
         step = plan(problem("backward", rows, cols, dtype, **changes), KNOWN[arch]).steps[0]
         if isinstance(step.spec, FewRowsSpec):
-            found.append((rows, cols, step))
-    assert {rows for rows, *_ in found} == {1, 7, 100, 500, 2000}
-    return found
+            launches.append((rows, cols, step))
+    assert {rows for rows, *_ in launches} == {1, 7, 100, 500, 2000}
+    return launches
 
 
 @pytest.mark.slow
 def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
-    for (*_, one), (*_, odd) in zip(few_rows(90), few_rows(90, aligned=False), strict=True):
+    for (*_, even), (*_, odd) in zip(few_rows(90), few_rows(90, aligned=False), strict=True):
         assert not odd.spec.rows.aligned
-        assert odd.spec.columns.shape == one.spec.columns.shape
-        assert odd.spec.columns.rows_per_cta == one.spec.columns.rows_per_cta
+        assert odd.spec.columns.shape == even.spec.columns.shape
+        assert odd.spec.columns.rows_per_cta == even.spec.columns.rows_per_cta
 
 
 @pytest.mark.parametrize("arch", KNOWN)
@@ -357,7 +358,7 @@ def test_few_rows_have_threads_for_every_column_and_every_row(arch):
 
 
 ALIGNMENT = [
-    # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: vectors of 8 columns
+    # (cols, x_stride, y_stride, pointers aligned, vectors expected) in float16, whose vectors have 8 columns
     (1024, 1024, 1024, True, True),
     (1024, 1024, 1024, False, False),
     (1024, 1032, 1024, True, True),
@@ -400,7 +401,7 @@ BYTES = [
 
 @pytest.mark.parametrize(("changes", "expected"), BYTES)
 def test_bytes_moved_forward(changes, expected):
-    """x read, y written, weight and bias read, each once."""
+    """x, weight and bias are read once, and y is written once."""
     assert problem("forward", 8, 100, "float16", **changes).bytes_moved == expected
 
 
@@ -414,5 +415,5 @@ def test_bytes_moved_forward(changes, expected):
     ],
 )
 def test_bytes_moved_backward(wanted, expected):
-    """x and dy read, dx written, weight read, dweight and dbias written, each once; what nobody needs is not read."""
+    """What is needed is read once: x, dy and weight. What is wanted is written once: dx, dweight and dbias."""
     assert problem("backward", 8, 100, "float16", weight="float32", wanted=wanted).bytes_moved == expected

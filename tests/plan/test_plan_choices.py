@@ -1,4 +1,4 @@
-"""Which kernel rows of a length, number and dtype have. Nothing is launched, and no GPU is needed."""
+"""Which launch is chosen for rows of a length, number and dtype. These tests launch nothing and need no GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from cunorm.plan.resources import is_legal
 from cunorm.plan.spec import FewRowsSpec
 
 H200 = KNOWN[90]
-# A class of GPUs that has no table.
-UNMEASURED = replace(H200, name="unmeasured", bandwidth=2000)
+UNMEASURED = replace(H200, name="unmeasured", bandwidth=2000)  # of a class that has no table
 
 
-# (CTAs of a cluster, rows of a CTA, CTAs of an SM, stages)
+# launch is (CTAs of a cluster, rows of a CTA, CTAs of an SM, stages).
 @pytest.mark.parametrize(
     ("device", "norm", "direction", "weight", "rows", "cols", "launch"),
     [
@@ -45,7 +44,7 @@ def test_rows_are_run_as_was_measured_to_win_on_the_class_of_gpus(device, norm, 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_the_order_in_which_a_row_is_added_up_is_the_same_by_every_table(norm, direction, weight, monkeypatch):
-    """And what a table names is legal, and the plan of the class."""
+    """The launches of all tables are legal too."""
     used = 0
     for cols in (64, 768, 1024, 3072, 4096, 5120, 8192, 12288, 16384, 28672, 40960, 65536, 131072):
         for rows in (1, 60, 300, 2000, 2**23 // cols, 2**26 // cols):
@@ -74,14 +73,14 @@ def test_a_margin_takes_no_launch_with_a_cta_for_each_pair_of_rows(granularity):
     [(4900, 132, True), (4500, 132, True), (3350, 132, True), (600, 16, True), (4100, 132, False), (0, 132, False)],
 )
 def test_a_table_serves_the_gpus_of_its_class(bandwidth, sms, served):
-    """A class: one architecture and, within 10%, the bandwidth of an SM; so a slice of a GPU is of its class."""
+    """A class has one architecture and, within 10%, one bandwidth per SM. So a slice of a GPU is in its GPU's class."""
     assert (tables.tables_of(replace(H200, bandwidth=bandwidth, sms=sms)) != ()) == served
 
 
 @pytest.mark.parametrize(
     ("norm", "cols", "held"),
     [
-        # (threads and vectors of a row, CTAs of a cluster, rows of a CTA, CTAs of an SM, places)
+        # held is (threads and vectors of a row, CTAs of a cluster, rows of a CTA, CTAs of an SM, stages).
         ("layer_norm", 301, (16, 3, 1, 12, 2, 3)),
         ("layer_norm", 517, (32, 3, 1, 6, 2, 3)),
         ("layer_norm", 1001, (64, 2, 1, 3, 2, 3)),
@@ -104,7 +103,7 @@ def test_backward_rows_that_end_within_a_pack_are_kept_by_as_few_threads_as_won(
 @pytest.mark.parametrize(
     ("norm", "elements", "cols", "together"),
     [
-        # (threads of a CTA, CTAs of an SM, whether the next row is asked for early)
+        # together is (threads of a CTA, CTAs of an SM, whether the next row is prefetched).
         ("layer_norm", 8, 192, (192, 2, False)),
         ("layer_norm", 2, 192, (128, 2, False)),
         ("rms_norm", 64, 768, (128, 2, False)),

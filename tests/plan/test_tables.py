@@ -1,10 +1,9 @@
-"""Tables of launches: which is asked, what of it is used, and what is ignored without a word but one in the log."""
+"""Tables of launches: which table is asked, which entry serves, and which files are ignored with a line in the log."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -24,8 +23,6 @@ from cunorm.plan.resources import is_legal
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.tables import REACH, Launch, Table
 
-Tuned = Callable[..., Path]
-
 
 def forget() -> None:
     tables.reads_the_users.cache_clear()
@@ -35,7 +32,7 @@ def forget() -> None:
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path) -> Path:
-    """Where a user's tables are; they are read."""
+    """The folder of a user's tables, which are read."""
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUNORM_TUNE", "1")
     forget()
@@ -44,29 +41,29 @@ def folder(monkeypatch, tmp_path) -> Path:
     forget()
 
 
-def rows_of(found: Problem, device: Device = H100) -> NormSpec:
-    spec = choose(found, device)
+def rows_of(task: Problem, device: Device = H100) -> NormSpec:
+    spec = choose(task, device)
     assert isinstance(spec, NormSpec)
     return spec
 
 
-def layout(found: Problem) -> str:
-    return tables.layout_of(rows_of(found)) or pytest.fail("no table knows it")
+def layout(task: Problem) -> str:
+    return tables.layout_of(rows_of(task)) or pytest.fail("no table knows it")
 
 
-def tuned(folder: Path, found: Problem, other: NormSpec, device: Device = H100) -> Path:
-    """The user's table with `other` for a problem."""
+def tuned(folder: Path, task: Problem, other: NormSpec, device: Device = H100) -> Path:
+    """Write the launch `other` for a problem into the user's table."""
     path = folder / "h100.json"
     table = tables.read(path) if path.exists() else Table(device.arch, device.bandwidth / device.sms, {})
     assert table is not None
-    spec = rows_of(found)
-    tables.write(path, table.with_point(layout(found), spec, tables.rows_of_sm(found, device), Launch.of(other)))
+    spec = rows_of(task)
+    tables.write(path, table.with_point(layout(task), spec, tables.rows_of_sm(task, device), Launch.of(other)))
     forget()
     return path
 
 
-def launch_of(table: Table, found: Problem, rows_of_sm: float) -> Launch | None:
-    choices = table.choices(layout(found), rows_of(found))
+def launch_of(table: Table, task: Problem, rows_of_sm: float) -> Launch | None:
+    choices = table.choices(layout(task), rows_of(task))
     return next((launch for most, launch in choices if rows_of_sm <= most), None)
 
 
@@ -82,13 +79,13 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("found", PROBLEMS)
-def test_the_users_table_is_asked_before_the_shipped_one(folder, found):
-    before = plan(found, H100)
-    other = candidates(found, rows_of(found), H100, 1)[0]
-    tuned(folder, found, other)
-    assert plan(found, H100).steps == launches(found, other, H100).steps != before.steps
-    assert rows_of(found).shape.order == other.shape.order
+@pytest.mark.parametrize("task", PROBLEMS)
+def test_the_users_table_is_asked_before_the_shipped_one(folder, task):
+    before = plan(task, H100)
+    other = candidates(task, rows_of(task), H100, 1)[0]
+    tuned(folder, task, other)
+    assert plan(task, H100).steps == launches(task, other, H100).steps != before.steps
+    assert rows_of(task).shape.order == other.shape.order
 
 
 def test_an_entry_may_serve_rows_up_to_a_length_alone():
@@ -103,31 +100,26 @@ def test_an_entry_may_serve_rows_up_to_a_length_alone():
     served = {cols: table.choices(name, spec)[0][1].ctas_per_sm for cols, spec in specs.items()}
     assert served == {3192: 1, 3200: 1, 3208: 2, 3608: 3}
     measured_here = table.with_point(name, specs[3192], 60.0, Launch("backward", stages=4))
-    assert table_choices(measured_here, name) == ["256x2 to 400"]
+    assert [shape for shape, choices in measured_here.layouts[name].items() if len(choices) > 1] == ["256x2 to 400"]
     assert measured_here.has_point(name, specs[3200], 60.0)
     assert not measured_here.has_point(name, specs[3208], 60.0)
 
 
-def table_choices(table: Table, name: str) -> list[str]:
-    """The entries in which a launch was measured."""
-    return [shape for shape, choices in table.layouts[name].items() if len(choices) > 1]
-
-
-@pytest.mark.parametrize("found", PROBLEMS)
-def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder, found):
+@pytest.mark.parametrize("task", PROBLEMS)
+def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder, task):
     def rows_times(factor: float) -> Problem:
-        return replace(found, rows=round(found.rows * factor))
+        return replace(task, rows=round(task.rows * factor))
 
     others = [rows_times(factor) for factor in (0.5, 0.78, 1.3, 2)]
     others += [
-        problem(found.direction, found.rows, cols, dtype) for cols, dtype in ((264, "bfloat16"), (4096, "float64"))
+        problem(task.direction, task.rows, cols, dtype) for cols, dtype in ((264, "bfloat16"), (4096, "float64"))
     ]
-    before = [plan(each, H100).steps for each in others]
-    tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
-    assert [plan(each, H100).steps for each in others] == before
+    before = [plan(other, H100).steps for other in others]
+    tuned(folder, task, candidates(task, rows_of(task), H100, 1)[0])
+    assert [plan(other, H100).steps for other in others] == before
     near = {tables.rows_of_sm(rows_times(factor), H100) for factor in (0.81, 1.24)}
     table = tables.tables_of(H100)[0][1]
-    assert all(launch_of(table, found, rows) is not None for rows in near)
+    assert all(launch_of(table, task, rows) is not None for rows in near)
 
 
 FULL, NOT_FULL = (problem("forward", 16384, cols, "bfloat16", "rms_norm") for cols in (4096, 3904))
@@ -136,26 +128,26 @@ ZERO_CENTRED = problem("forward", 16384, 4096, "bfloat16", "rms_norm", zero_cent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("found", "other"),
+    ("task", "other"),
     [(FULL, NOT_FULL), (NOT_FULL, FULL), (FULL, ZERO_CENTRED), (ZERO_CENTRED, FULL), (NOT_FULL, ZERO_CENTRED)],
     ids=["full", "not full", "usual weight", "zero-centred", "neither"],
 )
-def test_rows_that_follow_an_entry_for_want_of_their_own_keep_what_it_was(folder, found, other):
-    """Rows that fill their shape and rows that do not, and those of a zero-centred weight, are measured apart."""
-    assert tables.shape_key(rows_of(found)) == tables.shape_key(rows_of(other))
+def test_rows_that_follow_an_entry_for_want_of_their_own_keep_what_it_was(folder, task, other):
+    """Measurements of full rows, rows that are not full, and rows with a zero-centred weight do not mix."""
+    assert tables.shape_key(rows_of(task)) == tables.shape_key(rows_of(other))
     before = plan(other, H100).steps
     for rows in (16384, 17000):
-        tuned(folder, replace(found, rows=rows), candidates(found, rows_of(found), H100, 1)[0])
+        tuned(folder, replace(task, rows=rows), candidates(task, rows_of(task), H100, 1)[0])
     assert plan(other, H100).steps == before
     shipped = tables.tables_of(H100)[-1][1]
-    merged = shipped.with_point(layout(found), rows_of(found), 50.0, Launch("forward", stages=7))
+    merged = shipped.with_point(layout(task), rows_of(task), 50.0, Launch("forward", stages=7))
     assert merged.choices(layout(other), rows_of(other)) == (
         shipped.choices(layout(other), rows_of(other)) or ((inf, None),)
     )
 
 
 def test_neighbours_share_what_lies_between_them():
-    """Half way in proportion; what was measured stays whatever is measured beside it."""
+    """The border between two measured points is their geometric mean, and both points stay as they were measured."""
     spec = rows_of(problem("forward", 16384, 4096, "bfloat16"))
     key = tables.shape_key(spec, full=True)
     won = {100: Launch("forward"), 110: Launch("forward", cluster=2)}
@@ -177,34 +169,34 @@ def test_neighbours_share_what_lies_between_them():
 @pytest.mark.parametrize("cols", [40, 1001, 4096, 65536])
 def test_candidates_are_legal_distinct_and_keep_the_order_of_sums(device, direction, cols):
     for rows in (7, 4000, 100_000):
-        found = problem(direction, rows, cols, "bfloat16")
-        spec = choose(found, device)
-        others = candidates(found, spec, device, 10**9)
-        assert len({launches(found, other, device).steps for other in others}) == len(others)
+        task = problem(direction, rows, cols, "bfloat16")
+        spec = choose(task, device)
+        others = candidates(task, spec, device, 10**9)
+        assert len({launches(task, other, device).steps for other in others}) == len(others)
         for other in others:
             assert is_legal(other, device)
             assert other != spec
             assert other.shape.order == spec.shape.order
             assert Launch.of(other).applied(spec) == other, "a table can say it"
-        assert candidates(found, spec, device, 5) == others[:5]
+        assert candidates(task, spec, device, 5) == others[:5]
 
 
 @pytest.mark.parametrize("cols", [4096, 24576, 65536])
 def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(monkeypatch, cols):
-    """So dweight has the same bits there, though less fits into shared memory."""
-    found = problem("backward", 1000, cols, "float32", "rms_norm")
-    for other in candidates(found, rows_of(found), H100, 10**9):
+    """So dweight has the same bits at odd addresses, though less fits into shared memory there."""
+    task = problem("backward", 1000, cols, "float32", "rms_norm")
+    for other in candidates(task, rows_of(task), H100, 10**9):
         launch = Launch.of(other)
         kernels = lambda spec, device, launch=launch: (((inf, tables.run_by(launch, spec, device)),),)  # noqa: E731
         monkeypatch.setattr(tables, "_measured_kernels", kernels)
-        at_odd_addresses = replace(found, aligned=False)
-        groups = [launches(each, choose(each, H100), H100).groups for each in (found, at_odd_addresses)]
+        at_odd_addresses = replace(task, aligned=False)
+        groups = [launches(placed, choose(placed, H100), H100).groups for placed in (task, at_odd_addresses)]
         assert groups[0] == groups[1], other
 
 
 def test_there_are_candidates_where_rows_are_held():
-    for found in (each.values[0] for each in PROBLEMS):
-        others = candidates(found, rows_of(found), H100, 10**9)
+    for task in (parameter.values[0] for parameter in PROBLEMS):
+        others = candidates(task, rows_of(task), H100, 10**9)
         assert len(others) > 10
         assert len({other.shape.threads for other in others}) > 1
 
@@ -255,15 +247,15 @@ BAD_FILES = [
 
 @pytest.mark.parametrize("text", BAD_FILES)
 def test_a_bad_file_is_ignored_with_a_line_in_the_log(folder, caplog, text):
-    found = problem("forward", 16384, 4096, "bfloat16")
-    before = plan(found, H100).steps
+    task = problem("forward", 16384, 4096, "bfloat16")
+    before = plan(task, H100).steps
     folder.mkdir()
     (folder / "bad.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     forget()
     with caplog.at_level(logging.WARNING, "cunorm"):
         for device in (H100, KNOWN[90], H100):
-            plan(found, device)
-    assert plan(found, H100).steps == before
+            plan(task, device)
+    assert plan(task, H100).steps == before
     (record,) = caplog.records
     assert "bad.json is no table of launches" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -277,8 +269,8 @@ def test_the_files_of_that_test_are_bad_for_what_is_wrong_with_them(folder):
 
 @pytest.mark.parametrize("place", ["a file", "unreadable", "absent", "no home"])
 def test_a_folder_that_cannot_be_read_is_as_an_empty_one(folder, monkeypatch, place):
-    found = problem("forward", 16384, 4096, "bfloat16")
-    before = plan(found, H100).steps
+    task = problem("forward", 16384, 4096, "bfloat16")
+    before = plan(task, H100).steps
     if place == "a file":
         folder.write_text("")
     elif place == "unreadable":
@@ -286,7 +278,7 @@ def test_a_folder_that_cannot_be_read_is_as_an_empty_one(folder, monkeypatch, pl
     elif place == "no home":
         monkeypatch.setattr(tables, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
     forget()
-    assert plan(found, H100).steps == before
+    assert plan(task, H100).steps == before
 
 
 ILLEGAL = [
@@ -295,7 +287,7 @@ ILLEGAL = [
         {"kernel": "backward", "stages": 2},
         {"kernel": "forward", "ctas_per_sm": 64},
         {"kernel": "forward", "cluster": 8},  # 16 threads in each CTA
-        {"kernel": "forward", "rows_per_cta": 2},  # of rows that several warps hold
+        {"kernel": "forward", "rows_per_cta": 2},  # several warps hold a row here
         {"kernel": "forward", "stages": 1},
         {"kernel": "forward", "stages": 40, "prefetch": True},
         {"kernel": "forward_spread", "vectors_per_thread": 3},
@@ -307,37 +299,37 @@ ILLEGAL = [
 
 @pytest.mark.parametrize("launch", ILLEGAL)
 def test_a_launch_that_is_not_legal_for_a_row_is_ignored(folder, launch):
-    found = problem("forward", 16384, 4096, "bfloat16")
-    before = plan(found, H100).steps
+    task = problem("forward", 16384, 4096, "bfloat16")
+    before = plan(task, H100).steps
     folder.mkdir()
     (folder / "h100.json").write_text(content(launches=[launch]))
     forget()
     assert len(tables.tables_of(H100)) == 2
-    assert plan(found, H100).steps == before
+    assert plan(task, H100).steps == before
 
 
 @pytest.mark.slow
 def test_the_environment_leaves_the_users_tables_unread(folder, monkeypatch):
-    found = problem("forward", 16384, 4096, "bfloat16")
-    before = plan(found, H100).steps
-    tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
-    assert plan(found, H100).steps != before
+    task = problem("forward", 16384, 4096, "bfloat16")
+    before = plan(task, H100).steps
+    tuned(folder, task, candidates(task, rows_of(task), H100, 1)[0])
+    assert plan(task, H100).steps != before
     monkeypatch.setenv("CUNORM_TUNE", "0")
     forget()
-    assert plan(found, H100).steps == before
+    assert plan(task, H100).steps == before
     monkeypatch.setenv("CUNORM_TUNE", "off")
     forget()
     with pytest.raises(ValueError, match="CUNORM_TUNE must be 0 or 1; got 'off'"):
-        plan(found, H100)
+        plan(task, H100)
 
 
 def test_a_table_serves_its_class_alone(folder):
-    found = problem("forward", 16384, 4096, "bfloat16")
+    task = problem("forward", 16384, 4096, "bfloat16")
     of_others = [KNOWN[90], KNOWN[80], replace(H100, sms=114, bandwidth=2039)]
-    before = [plan(found, device).steps for device in of_others]
-    tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
-    assert [plan(found, device).steps for device in of_others] == before
-    assert plan(found, replace(H100, bandwidth=3352)).steps == plan(found, H100).steps
+    before = [plan(task, device).steps for device in of_others]
+    tuned(folder, task, candidates(task, rows_of(task), H100, 1)[0])
+    assert [plan(task, device).steps for device in of_others] == before
+    assert plan(task, replace(H100, bandwidth=3352)).steps == plan(task, H100).steps
 
 
 @pytest.mark.slow

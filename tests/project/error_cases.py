@@ -1,6 +1,6 @@
-"""A call for every message of docs/errors.md: the table of test_index_of_errors.py.
+"""The table of test_index_of_errors.py: a call for every message of docs/errors.md.
 
-Rows run on the CPU. What needs a GPU, other ranks or a package that is not there is asked where its check stands.
+All calls run on the CPU. Where a message needs a GPU, other ranks or a missing package, its check is called directly.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _, SAVED_BY_GROUP = cunorm.rms_norm_gated.forward(X, X, group_size=4)
 
 
 def of_backward_kinds(**arrays: Any) -> None:
-    """What a backward pass asks of arrays beside x."""
+    """Check the arrays of a backward pass beside x."""
     given = {name: checks.Layout(shape, (1,) * len(shape), dtype, "cpu") for name, (shape, dtype) in arrays.items()}
     layout = checks.Layout((4, 8), (8, 1), "float32", "cpu")
     broadcasting.check_backward("backward", FUSED.operation, {"x": layout, **given}, "float32")
 
 
 class Exporter:
-    """An array of another library."""
+    """An array of another library, which exports nothing."""
 
     def __init__(self, device_type: int, error: Exception | None = None):
         self.device_type, self.error = device_type, error
@@ -79,7 +79,7 @@ class Exporter:
 
 
 def without(package: str, call: Callable[[], Any], *reload: str) -> Any:
-    """As where a package is not installed; `reload` are the modules that import it."""
+    """Call as if a package was not installed. `reload` names the modules that import it."""
     kept = {name: module for name, module in sys.modules.items() if name in reload}
     with mock.patch.dict(sys.modules, {package: None}):
         for name in reload:
@@ -95,7 +95,7 @@ def of_cuda(cupy: Any) -> Exception:
 
 
 def view_by_cupy(array: Any, error: Exception | None = None) -> Any:
-    """CuPy's view of an array, where CuPy raises this."""
+    """View an array through CuPy, which raises `error`."""
     import cupy
 
     from cunorm.call import dlpack
@@ -117,7 +117,7 @@ def misaligned() -> Any:
 
 
 def gemm(call: Callable[[Any], Any], **replaced: Any) -> Any:
-    """`call` of linear/gemm.py with names in it replaced."""
+    """Call with the module linear/gemm.py, in which some names are replaced."""
     module = importlib.import_module("cunorm.linear.gemm")
     with mock.patch.multiple(module, **replaced):
         return call(module)
@@ -141,7 +141,7 @@ def old_gpu() -> Any:
 
 
 def streamed_rows() -> Any:
-    """The plan of rows that no CTA holds, with the gradient of a vector that the prologue takes."""
+    """Plan streamed rows with the gradient of a vector of the prologue."""
     operation = cunorm.fuse("layer_norm", prologue=lambda x, v: x * v).operation
     dtypes = dict.fromkeys(("dy", "x", "v"), "float32")
     task = problem.backward_problem(operation, 8, 100_000, dtypes, ("v",), kinds={"v": "column"})
@@ -303,7 +303,7 @@ ROWS: Rows = {
     "group_size that does not divide": lambda: cunorm.rms_norm_gated(X, X, group_size=3),
     "z of another shape": lambda: cunorm.rms_norm_gated(X, X[:2], group_size=4),
     "a named operation without a weight": lambda: cunorm.add_rms_norm(X, X, zero_centered_gamma=True),
-    # With the product.
+    # Norms with a product.
     "fp8 of another kind": lambda: linear(fp8="tensor"),
     "fp8 on an old GPU": old_gpu,
     "fp8 without cuBLASLt": lambda: scaled_rows(None),
@@ -328,7 +328,7 @@ ROWS: Rows = {
     "mean of another dtype": lambda: linear_backward(mean=MEAN.astype("float64")),
     "weight on another device": lambda: linear_problem.check_forward("layer_norm_linear", named(weight=1), False),
     "dy on another device": lambda: linear_problem.check_backward("layer_norm_linear_backward", named(dy=1), False),
-    # What stands around.
+    # The rest.
     "a vector of the prologue over streamed rows": streamed_rows,
     "an environment variable": lambda: with_environment(
         device.EARLY_VARIABLE, "yes", lambda: device.is_on(device.EARLY_VARIABLE, "early launch")
@@ -343,7 +343,7 @@ def two_devices() -> tuple[checks.Layout, checks.Layout]:
 
 
 def named(**devices: int) -> tuple[tuple[str, checks.Layout], ...]:
-    """Layouts for a product, on device 0 but for those named."""
+    """Return layouts for a product. They are on device 0, unless `devices` names another."""
     shapes = {"x": (4, 8), "weight": (6, 8), "dy": (4, 6)}
     return tuple(
         (name, checks.Layout(shape, (shape[1], 1), "float32", devices.get(name, 0))) for name, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""The rows of error_cases.py that are calls of cunorm.jax and cunorm.flax."""
+"""The table of error_cases.py for calls of cunorm.jax and cunorm.flax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of error_cases.py that are calls of cunorm.torch."""
+"""The table of error_cases.py for calls of cunorm.torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_fp8(call: Callable[[], Any]) -> Any:
 
 
 def of_two_ranks(call: Callable[[], Any]) -> Any:
-    """In a group of two ranks of which the other answers nothing."""
+    """Call in a group of two ranks, where the other rank is not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         return call()
@@ -61,12 +61,12 @@ def column(**changed: Any) -> ours.LayerNormLinear:
 
 
 def split(given: Any, **changed: Any) -> Any:
-    """A module split by LayerNormColwiseParallel."""
+    """Split a module by LayerNormColwiseParallel."""
     return parallelize_module(given, init_device_mesh("cpu", (2,)), ours.LayerNormColwiseParallel(**changed))
 
 
 def compared(ranks: list[list[int]], exact: bool = False) -> Any:
-    """What a rank says where the ranks have these rows, columns, dtypes and wishes."""
+    """Compare ranks as one of them does. `ranks` has [rows, columns, dtype, gradients wanted] of each."""
 
     def gathered(into: torch.Tensor, _: torch.Tensor, **__: Any) -> None:
         into.copy_(torch.tensor(ranks).view(-1))
@@ -116,11 +116,11 @@ def core_call(function: str, *arguments: Any, **options: Any) -> Any:
 
 
 class DelayedScaling:
-    """Of TransformerEngine's name."""
+    """A recipe with a name of TransformerEngine's."""
 
 
 class Float8CurrentScaling:
-    """Of TransformerEngine's name, with a field of tomorrow."""
+    """A recipe with a name of TransformerEngine's, and a field that cunorm does not know."""
 
     def __init__(self):
         self.tomorrow = 1

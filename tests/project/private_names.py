@@ -1,6 +1,6 @@
-"""Each name of a private.py taken away in turn, in a process of its own: what is logged, and what still works.
+"""Take each name of a private.py away in turn, in a process of its own, and say what is logged and what still works.
 
-python tests/project/private_names.py torch    a line of JSON for each name, and first one for none
+`python tests/project/private_names.py torch` prints a line of JSON for each name, and first one with all names there.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ FILES = {
     "torch": ROOT / "adapters/torch/private.py",
     "jax": ROOT / "adapters/jax/private.py",
 }
-OF_GPU = ("_cuda_getCurrentRawStream", "_cuda_getDevice", "_empty_strided_cuda")  # not in a torch without CUDA
+OF_GPU = ("_cuda_getCurrentRawStream", "_cuda_getDevice", "_empty_strided_cuda")  # a torch without CUDA lacks them
 
 
 def paths(framework: str) -> list[str]:
-    """All that the file looks up, as "module:name"."""
+    """Return all names that the file looks up, as "module:name"."""
     tree = ast.parse(FILES[framework].read_text())
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return sorted({text for text in texts if re.fullmatch(r"[a-z_][\w.]*:[\w.]*\w", text)})
 
 
 def take_away(path: str) -> list[str]:
-    """Nothing is found at `path` from here on. Returns what will be logged."""
+    """Let nothing be found at `path` from now on. Return a list that receives what is logged."""
     private, lines = import_module("cunorm.private"), []
     resolve = private.resolve
 
@@ -59,10 +59,10 @@ def of_torch(path: str) -> dict[str, Any]:
     private = import_module("cunorm.torch.private")
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (8,), (8,)))
-    found, expected = (norm(x, (8,), weight, bias) for norm in (cunorm.layer_norm, torch.nn.functional.layer_norm))
-    gradients = [torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (found, expected)]
-    for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other)
+    ours, theirs = (norm(x, (8,), weight, bias) for norm in (cunorm.layer_norm, torch.nn.functional.layer_norm))
+    gradients = [torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (ours, theirs)]
+    for actual, expected in zip((ours, *gradients[0]), (theirs, *gradients[1]), strict=True):
+        torch.testing.assert_close(actual, expected)
     _, s = cunorm.add_rms_norm(x, x, weight)
     torch.testing.assert_close(s, 2 * x)
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
@@ -97,12 +97,12 @@ def of_jax(path: str) -> dict[str, Any]:
         return lambda x, weight: (norm(x, weight) ** 2 * jnp.arange(8.0)).sum()
 
     ours = loss(lambda x, weight: cunorm.layer_norm(x, 8, weight))
-    for one, other in zip(
+    for actual, expected in zip(
         jax.tree.leaves(jax.jit(jax.value_and_grad(ours, (0, 1)))(x, weight)),
         jax.tree.leaves(jax.value_and_grad(loss(plain), (0, 1))(x, weight)),
         strict=True,
     ):
-        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-4)
+        assert jnp.allclose(actual, expected, rtol=1e-4, atol=1e-4)
     y8, _ = cunorm.layer_norm_fp8(x, 8, weight)
     assert y8.dtype == jnp.float8_e4m3fn
     return {"lines": lines, "primitives": private.has_primitives}
@@ -114,10 +114,10 @@ def main(framework: str) -> None:
         sys.stdout.flush()
         if not os.fork():
             try:
-                found = {"torch": of_torch, "jax": of_jax}[framework](path)
+                said = {"torch": of_torch, "jax": of_jax}[framework](path)
             except BaseException as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps({"path": path, **found}), flush=True)
+                said = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps({"path": path, **said}), flush=True)
             os._exit(0)
         os.wait()
 

@@ -1,4 +1,4 @@
-"""What README.md, the pages of docs/, examples/ and the docstrings show runs as it stands there."""
+"""The code in README.md, the pages of docs/, examples/ and the docstrings runs as it is printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 ON_A_GPU = "import cupy"
 BY_TORCHRUN = re.compile(r"# torchrun --nproc-per-node (\d) ")
-PACKAGES = {"": "numpy", "torch": "torch", "jax": "jax", "flax": "flax"}  # and what their docstrings need
+PACKAGES = {"": "numpy", "torch": "torch", "jax": "jax", "flax": "flax"}  # package: what its docstrings need
 IN_DOCSTRINGS = re.compile(r"^ *>>> ", re.MULTILINE)
 LIBRARIES = ("torch", "jax", "flax", "ml_dtypes", "transformers", "peft")
 
@@ -35,11 +35,11 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    text, found = page.read_text(), []
+    text, blocks = page.read_text(), []
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
         headings = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)
-        found.append(Block(page.relative_to(ROOT).as_posix(), headings[-1], match[1]))
-    return found
+        blocks.append(Block(page.relative_to(ROOT).as_posix(), headings[-1], match[1]))
+    return blocks
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -61,7 +61,7 @@ def here(block: Block) -> bool:
 
 
 def run_alone(command: list[str], folder: Path) -> str:
-    """The output of a process on the CPU, which must succeed; an example that lacks a package skips the test."""
+    """Return the output of a process on the CPU, which must succeed. If an example lacks a package, skip the test."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "MPLBACKEND": "agg",
@@ -90,7 +90,7 @@ def test_a_page_runs_on_a_gpu_as_printed(block):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if BY_TORCHRUN.match(block.text)], ids=name)
 def test_a_page_runs_over_ranks(block, tmp_path):
-    """By its own command line, on the CPU."""
+    """The page's own command line runs it on the CPU."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(block.text)
     ranks = BY_TORCHRUN.match(block.text)[1]
@@ -113,7 +113,7 @@ def test_an_example_runs_on_the_cpu(path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_on_the_cpu(path, tmp_path):
-    """Its cells, one after the other. No output is stored, and without a GPU it says so."""
+    """The cells run one after the other. The notebook stores no output, and says that there is no GPU."""
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     cells = json.loads(path.read_text())["cells"]
@@ -149,7 +149,9 @@ def test_links_of_a_page_lead_somewhere(page):
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, target
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, (
+                target
+            )
 
 
 def test_readme_is_short():
@@ -184,9 +186,9 @@ def test_docstrings(package):
         if not IN_DOCSTRINGS.search(path.read_text()):
             continue
         within = path.relative_to(folder).with_suffix("").parts
-        if not package and within[0] in PACKAGES:  # a link to an adapter
+        if not package and within[0] in PACKAGES:  # it links to an adapter
             continue
-        found = doctest.testmod(importlib.import_module(".".join(("cunorm", *filter(None, [package]), *within))))
-        assert found.failed == 0, path
-        attempted += found.attempted
+        results = doctest.testmod(importlib.import_module(".".join(("cunorm", *filter(None, [package]), *within))))
+        assert results.failed == 0, path
+        attempted += results.attempted
     assert attempted >= 10

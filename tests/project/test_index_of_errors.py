@@ -1,4 +1,4 @@
-"""Every message of docs/errors.md is raised by a call, and says what must hold, what came and what to do."""
+"""A call raises every message of docs/errors.md, and each says what must hold, what came and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = {
     "error_cases_jax": ("jax", "flax", "cupy"),
 }
 STATES = re.compile(r"\b(must|needs|takes|cannot|has no|is for|alone|is wrong|need|not initialized)\b")
-SAYS_WHAT_CAME = re.compile(r"\b(cannot|has no|which|not initialized)\b")  # within what must hold
+SAYS_WHAT_CAME = re.compile(r"\b(cannot|has no|which|not initialized)\b")  # words of a text that also says what came
 
 
 class Raised(NamedTuple):
@@ -34,7 +34,7 @@ def entries() -> dict[tuple[str, int], generate.Entry]:
 
 
 def places(error: BaseException | None) -> Iterator[tuple[str, int]]:
-    """Where an error was raised, and those that it came of."""
+    """Yield the places where an error and its causes were raised."""
     while error is not None:
         for frame, line in traceback.walk_tb(error.__traceback__):
             path = Path(frame.f_code.co_filename).resolve()
@@ -45,30 +45,36 @@ def places(error: BaseException | None) -> Iterator[tuple[str, int]]:
 
 @functools.cache
 def raised(table: str) -> dict[str, Raised | None]:
-    """What each row of a table raises; None for nothing."""
+    """Return what each row of a table raises, or None."""
     for package in TABLES[table]:
         pytest.importorskip(package)
-    found: dict[str, Raised | None] = {}
+    by_row: dict[str, Raised | None] = {}
     for name, call in importlib.import_module(table).ROWS.items():
-        found[name] = None
+        by_row[name] = None
         try:
             call()
         except Exception as error:
-            found[name] = Raised(error, tuple(entries()[place] for place in places(error) if place in entries()))
-    return found
+            by_row[name] = Raised(error, tuple(entries()[place] for place in places(error) if place in entries()))
+    return by_row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_raises_an_entry(table):
-    wrong = {name: one and one.error for name, one in raised(table).items() if not (one and one.entries)}
+    wrong = {
+        name: outcome and outcome.error for name, outcome in raised(table).items() if not (outcome and outcome.entries)
+    }
     assert not wrong
 
 
 @pytest.mark.slow
 def test_every_entry_has_a_row():
-    found = {entry for table in TABLES for one in raised(table).values() if one for entry in one.entries}
-    missing = [f"{place[0]}:{place[1]}: {entry.must_hold}" for place, entry in entries().items() if entry not in found]
+    entries_raised = {
+        entry for table in TABLES for outcome in raised(table).values() if outcome for entry in outcome.entries
+    }
+    missing = [
+        f"{place[0]}:{place[1]}: {entry.must_hold}" for place, entry in entries().items() if entry not in entries_raised
+    ]
     assert not missing, "\n".join(missing)
 
 

@@ -1,4 +1,4 @@
-"""The checkers reject wrong implementations: each has one of the mistakes that test suites are known to miss."""
+"""The checkers reject wrong implementations, each with a mistake that test suites are known to miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functions import OPS
 from reference import FORMATS, check_backward, check_forward, narrow, normalise, ulp, widen
 
 ROWS, COLS = 64, 1000
-EPS = 1e-3  # 1e-6, the default of rms_norm, changes rows near 1 by less than float32 can tell
+EPS = 1e-3  # 1e-6, the default of rms_norm, would change rows near 1 by less than float32 can show
 
 FORWARD_MISTAKES = {
     "none": {},
@@ -29,7 +29,7 @@ FORWARD_MISTAKES = {
 
 
 def forward(x, weight, bias, *, op="layer_norm", **mistakes):
-    """(y, mean, rstd) in wide arithmetic, with mistakes."""
+    """Return (y, None, None) in wide arithmetic, with mistakes."""
     dtype = x.dtype.name
     x, weight, bias = widen(x), widen(weight), widen(bias)
     eps = mistakes.get("eps", EPS)
@@ -48,7 +48,7 @@ def forward(x, weight, bias, *, op="layer_norm", **mistakes):
     return narrow(y, dtype), None, None
 
 
-# rms_norm has neither mean nor bias.
+# rms_norm has no mean and no bias, so it cannot have these mistakes.
 NOT_OF_RMS_NORM = {
     "mean not subtracted",
     "bias ignored",
@@ -58,7 +58,10 @@ NOT_OF_RMS_NORM = {
 
 
 def possible(mistakes):
-    """(mistake, dtype, op) for all that make a difference: rounding xhat does none where y has its precision."""
+    """Return (mistake, dtype, op) where the mistake makes a difference.
+
+    Rounding xhat makes none where y has the precision of the arithmetic.
+    """
     return [
         (mistake, dtype, op)
         for mistake, dtype, op in itertools.product(mistakes, DTYPES, OPS)
@@ -86,7 +89,7 @@ def test_wrong_forward(op, dtype, mistake):
 @pytest.mark.parametrize("method", ["two passes", "two passes and the mean's residual", "E[x^2] - E[x]^2"])
 @pytest.mark.parametrize("offset", [1e2, 1e4])
 def test_only_exact_statistics_pass_far_from_zero(method, offset):
-    """In float32, as a kernel would compute them; the sums themselves are as good as float64 makes them."""
+    """Statistics are float32, as in a kernel. The mean is summed in float64, so that the method makes the error."""
     x, _, weight, bias = inputs(numpy, ROWS, COLS, "float32", offset=offset)
     mean = x.mean(axis=1, keepdims=True, dtype="float64").astype("float32")
     centred = x - mean
@@ -118,7 +121,7 @@ BACKWARD_MISTAKES = {
 
 
 def backward(dy, x, weight, *, op, **mistakes):
-    """(dx, dweight, dbias) in wide arithmetic, with mistakes."""
+    """Return (dx, dweight, dbias) in wide arithmetic, with mistakes."""
     dtype, parameter = x.dtype.name, weight.dtype.name
     dy, x, weight = widen(dy), widen(x), widen(weight)
     _, rstd, xhat = normalise(op, x, mistakes.get("eps", EPS))
@@ -145,7 +148,7 @@ def test_wrong_backward(op, dtype, mistake):
 
 @pytest.mark.parametrize("gradient", [1, 2])
 def test_a_row_missing_among_many_is_seen(gradient):
-    """70000 rows, the last left out: of dweight (1) and of dbias (2)."""
+    """The last of 70000 rows is missing in dweight (1) or dbias (2)."""
     x, dy, weight, _ = inputs(numpy, 70000, 7, "float32")
     gradients = list(backward(dy, x, weight, op="layer_norm"))
     assert not rejects(check_backward, "layer_norm", gradients, dy, x, weight, eps=EPS)
@@ -155,7 +158,7 @@ def test_a_row_missing_among_many_is_seen(gradient):
 
 @pytest.mark.parametrize("output", [0, 1, 2])
 def test_one_wrong_element_is_seen(output):
-    """NaN or zero in one place of y, mean or rstd."""
+    """One element of y, mean or rstd is NaN or zero."""
     x, _, weight, bias = inputs(numpy, 8, 129, "float16")
     y, _, _ = forward(x, weight, bias)
     wide = normalise("layer_norm", widen(x), EPS)
@@ -169,7 +172,7 @@ def test_one_wrong_element_is_seen(output):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_narrow_rounds_to_the_nearest_once(dtype):
-    """Against the definition: of the two neighbours, the nearer; of equally near ones, the even."""
+    """A value becomes the nearer of its two neighbours, or the even one if both are equally near."""
     precision, least = FORMATS[dtype]
     one_ulp = 2.0 ** (1 - precision)
     tiny = 2.0 ** (least - precision + 1)
@@ -177,7 +180,7 @@ def test_narrow_rounds_to_the_nearest_once(dtype):
     cases = {
         1 + one_ulp / 2: 1.0,
         1 + one_ulp * 1.5: 1 + 2 * one_ulp,
-        # Just above a tie, by less than float32 can tell: float64 -> float32 -> dtype goes wrong here.
+        # These lie beside a tie by less than float32 can show, so float64 -> float32 -> dtype would go wrong.
         1 + one_ulp / 2 + 2.0**-50: 1 + one_ulp,
         1 + one_ulp * 1.5 - 2.0**-50: 1 + one_ulp,
         -(1 + one_ulp / 2 + 2.0**-50): -(1 + one_ulp),
@@ -198,7 +201,7 @@ def test_narrow_rounds_to_the_nearest_once(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_reference_is_the_same_by_cupy(dtype):
-    """Large cases are judged by CuPy's arithmetic: here it meets NumPy's."""
+    """CuPy's arithmetic, which judges large cases, agrees with NumPy's."""
     import cupy
 
     x, dy, weight, _ = (widen(array) for array in inputs(numpy, 300, 1000, dtype))

@@ -1,4 +1,4 @@
-"""What is installed, what importing it costs, and who imports whom."""
+"""What is installed, what importing it costs, and which modules import which."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clone(tmp_path_factory) -> Path:
 
 
 def built(clone: Path, hook: str) -> zipfile.ZipFile:
-    """What a build hook of pyproject's backend makes of a checkout: `build_wheel` or `build_editable`."""
+    """Return the wheel that a hook of pyproject's build backend makes: `build_wheel` or `build_editable`."""
     pytest.importorskip("hatchling")
     folder = clone.parent / hook
     program = f"import hatchling.build; hatchling.build.{hook}({str(folder)!r})"
@@ -90,7 +90,7 @@ def test_the_package_is_whole_however_it_is_installed_and_wherever_python_starts
     output = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},  # as site-packages, but before this interpreter's
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},  # before the site-packages of this interpreter
         capture_output=True,
         text=True,
         check=True,
@@ -109,7 +109,7 @@ def test_the_wheel_has_the_licence_and_depends_on_numpy_alone(wheel):
 
 
 def test_no_extra_installs_libraries_of_two_versions_of_cuda():
-    """Nor of another one than its name says, alone or beside the CUDA of the same name."""
+    """An extra installs libraries of the one CUDA that its name says."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = {
         extra: {
@@ -123,12 +123,12 @@ def test_no_extra_installs_libraries_of_two_versions_of_cuda():
         if extra != "bench"
         and not extra.startswith("test")  # NVRTC of 12 compiles beside that of 13 there; no CUDA library
     }
-    of_cuda = {extra: found for extra, found in versions.items() if found}
+    of_cuda = {extra: cudas for extra, cudas in versions.items() if cudas}
     assert of_cuda == {extra: {extra[-2:]} for extra in ("cuda12", "cuda13", "linear-cu12", "linear-cu13")}
 
 
 def test_the_version_of_kernels_stands_in_one_place():
-    """That of the tests: users take the one that their transformers takes."""
+    """Only the tests fix a version of `kernels`. Users take the one that their transformers takes."""
     files = [ROOT / "README.md", *(ROOT / "adapters").rglob("*.py"), *(ROOT / "cunorm").rglob("*.py")]
     assert not [path.name for path in files if re.search(r"\bkernels[<>=]=?", path.read_text())]
     assert (ROOT / "pyproject.toml").read_text().count('"kernels==') == 1
@@ -163,9 +163,9 @@ def test_importing_imports_no_gpu_library_and_no_framework(tmp_path):
 
 @pytest.mark.slow
 def test_importing_takes_less_than_150_ms(tmp_path):
-    # Time of the processor, which does not count the waiting for other tests that run beside this one.
+    # The time of the processor does not count waiting for other tests that run beside this one.
     program = "from time import process_time as now; start = now(); import cunorm; print(now() - start)"
-    # The first import keeps its bytecode, as a user's does.
+    # The first import writes bytecode, as it does for a user.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
 
     def seconds() -> float:
@@ -174,8 +174,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
     assert min(seconds() for _ in range(5)) < 0.15
 
 
-# Who imports whom. A layer may import those before it, and itself; a file that is not here may import anything of the
-# core.
+# A layer may import the layers before it, and itself. A file that is not listed may import anything of the core.
 
 LAYERS = (
     {"logs", "kernel.driver", "expression.philox"},
@@ -210,10 +209,10 @@ LAYERS = (
     {"named"},
 )
 PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
-# Those that import CuPy when they are imported.
+# These modules import CuPy when they are imported.
 AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.gemm", "linear.one_launch_cupy"}
 FOR_ADAPTERS = {
-    "",  # what users call
+    "",  # the functions that users call
     "logs",
     "kernel.device",
     "kernel.launch",
@@ -251,7 +250,7 @@ FOR_ADAPTERS = {
 
 
 def module_name(path: Path) -> str:
-    """As seen from cunorm: `norm.plan`, `torch.norm.checks`; "" is cunorm itself."""
+    """Return a file's module without the prefix cunorm: `plan.plan`, `torch.norm.checks`; cunorm itself is ""."""
     parts = path.relative_to(ROOT).with_suffix("").parts[1:]
     return ".".join(part for part in parts if part != "__init__")
 
@@ -260,25 +259,25 @@ NAMES = {module_name(path): path for path in (*SOURCES, *ADAPTERS)}
 
 
 def imports(path: Path, *, module_level: bool = False) -> set[str]:
-    """The modules that a file imports, those of cunorm as `.name`; at module level only, or anywhere."""
+    """Return the modules that a file imports, those of cunorm as `.name`: anywhere, or only at module level."""
     package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
-    found = set()
+    modules = set()
     pending = list(ast.iter_child_nodes(parsed(path)))
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             if not node.level:
-                found.add(node.module or "")
+                modules.add(node.module or "")
                 continue
             start = [part for part in package if part][: len([part for part in package if part]) - node.level + 1]
             base = ".".join([*start, *filter(None, [node.module])])
             named = {".".join(filter(None, [base, alias.name])) for alias in node.names}
-            found |= {f".{name}" if name in NAMES else f".{base}" for name in named}
+            modules |= {f".{name}" if name in NAMES else f".{base}" for name in named}
         elif not (module_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             pending += ast.iter_child_nodes(node)
-    return found
+    return modules
 
 
 def top(modules: set[str]) -> set[str]:
@@ -375,12 +374,12 @@ print(taken, *set(sys.modules) - before)
 
 @pytest.mark.slow
 def test_importing_cunorm_torch_takes_no_time_and_no_compiler(tmp_path):
-    """Nor do calls in eager mode, of which none needs what another package happens to have imported."""
+    """Calls in eager mode do not import such modules either, and need none that another package has imported."""
     pytest.importorskip("torch")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = []
-    for _ in range(3):  # the first one makes the files of bytecode
+    for _ in range(3):  # the first one writes the bytecode
         taken, *modules = subprocess.check_output([sys.executable, "-c", IMPORT], env=environment, text=True).split()
         assert not LATE & set(modules)
         seconds.append(float(taken))

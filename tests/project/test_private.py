@@ -1,4 +1,4 @@
-"""Names that no framework promises to keep: in which files they stand, and what happens where one is gone."""
+"""Names that no framework promises to keep: which files have them, and what happens if one is gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNSTABLE = (
     "cupy_backends",
     "torch.distributed.tensor.experimental",
 )
-OF_PYTHON = {"_replace", "_fields", "_fields_", "_asdict", "_make", "_exit"}  # of named tuples, ctypes and os
+OF_PYTHON = {"_replace", "_fields", "_fields_", "_asdict", "_make", "_exit"}  # in named tuples, ctypes and os
 
 
 def is_private(name: str) -> bool:
@@ -38,8 +38,8 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def own_attributes() -> set[str]:
-    """What cunorm's own classes, and objects, have by such names."""
-    found = set()
+    """Return the names that cunorm itself gives to attributes and methods."""
+    names = set()
     for path in SOURCES:
         if path in FILES.values():
             continue
@@ -47,26 +47,26 @@ def own_attributes() -> set[str]:
             if isinstance(node, ast.ClassDef):
                 for part in ast.walk(node):
                     if isinstance(part, ast.FunctionDef):
-                        found.add(part.name)
+                        names.add(part.name)
                     elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                        found.add(part.id)
+                        names.add(part.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names
 
 
 def of_others(text: str) -> Iterator[str]:
-    """Names in a file that the package they are of does not promise to keep."""
+    """Yield the names in a file that belong to another package, which does not promise to keep them."""
     tree = ast.parse(text)
-    modules = set()  # of cunorm
+    modules = set()  # cunorm's own modules
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            modules |= {one.asname or one.name for one in node.names}
+            modules |= {alias.asname or alias.name for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names if unstable(one.name))
+            yield from (alias.name for alias in node.names if unstable(alias.name))
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
-            names = (f"{node.module}.{one.name}" for one in node.names)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name for name in names if unstable(name))
         elif isinstance(node, ast.Attribute):
             whole, base = ast.unparse(node), ast.unparse(node.value)
@@ -78,8 +78,8 @@ def of_others(text: str) -> Iterator[str]:
             if re.fullmatch(r"[\w.:$]+", node.value) and unstable(node.value.replace(":", ".")):
                 yield node.value
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
-            for one in node.args:
-                name = one.value if isinstance(one, ast.Constant) else ""
+            for argument in node.args:
+                name = argument.value if isinstance(argument, ast.Constant) else ""
                 if isinstance(name, str) and is_private(name) and name not in own_attributes():
                     yield name
 
@@ -125,7 +125,7 @@ def test_each_file_has_such_names():
 
 @functools.cache
 def without(framework: str) -> dict[str, dict]:
-    """What private_names.py says, by name."""
+    """Return what private_names.py says, by the name that was taken away."""
     pytest.importorskip(framework)
     run = subprocess.run(
         [sys.executable, private_names.__file__, framework], capture_output=True, text=True, timeout=600, cwd=ROOT
@@ -140,17 +140,17 @@ CASES = [(framework, path) for framework in ("torch", "jax") for path in ("", *p
 @pytest.mark.slow
 @pytest.mark.parametrize(("framework", "path"), CASES, ids=lambda value: value.replace(":", ".") or "none")
 def test_without_a_name_all_is_there_and_the_log_says_what_it_costs(framework, path):
-    found = without(framework)[path]
-    assert "error" not in found, found
+    outcome = without(framework)[path]
+    assert "error" not in outcome, outcome
     if not path:
-        assert found["lines"] == []
+        assert outcome["lines"] == []
         return
     name = path.replace(":", ".")
     version = sys.modules.get(framework, None) or pytest.importorskip(framework)
-    said = [line for line in found["lines"] if f"{framework} {version.__version__} has no {name}, so " in line]
+    said = [line for line in outcome["lines"] if f"{framework} {version.__version__} has no {name}, so " in line]
     assert len(said) >= 1
     if not path.endswith(OF_GPU):
-        assert set(found["lines"]) == set(said)
+        assert set(outcome["lines"]) == set(said)
 
 
 ASKED = (
@@ -164,23 +164,25 @@ ASKED = (
 
 @pytest.mark.slow
 def test_what_cannot_be_asked_is_taken_for_in_force():
-    """A direct launch would bypass a mode that nobody saw."""
-    found = {path: one["direct"] for path, one in without("torch").items()}
-    assert found[""]
-    assert {path for path, direct in found.items() if not direct} == {path for path in found if path.endswith(ASKED)}
+    """If cunorm cannot ask whether a mode is in force, it launches nothing directly, which would bypass the mode."""
+    direct_without = {path: outcome["direct"] for path, outcome in without("torch").items()}
+    assert direct_without[""]
+    assert {path for path, direct in direct_without.items() if not direct} == {
+        path for path in direct_without if path.endswith(ASKED)
+    }
 
 
 @pytest.mark.slow
 def test_where_the_log_says_that_there_is_no_float8_there_is_none():
-    for one in without("torch").values():
-        assert ("FP8 is for plain tensors" in one["float8"]) == ("has no FP8" in "".join(one["lines"]))
+    for outcome in without("torch").values():
+        assert ("FP8 is for plain tensors" in outcome["float8"]) == ("has no FP8" in "".join(outcome["lines"]))
 
 
 @pytest.mark.slow
 def test_without_what_a_primitive_is_made_of_there_is_none():
-    found = {path: one["primitives"] for path, one in without("jax").items()}
-    experimental = {path for path in found if path.startswith("jax.experimental")}
-    assert {path for path, primitives in found.items() if primitives} == {"", *experimental}
+    primitives_without = {path: outcome["primitives"] for path, outcome in without("jax").items()}
+    experimental = {path for path in primitives_without if path.startswith("jax.experimental")}
+    assert {path for path, primitives in primitives_without.items() if primitives} == {"", *experimental}
 
 
 @pytest.mark.parametrize(
@@ -233,9 +235,9 @@ def test_pip_installs_no_older_version():
     asked = [
         *project["dependencies"],
         *(
-            one
+            requirement
             for name in ("cuda12", "cuda13", "flax", "jax", "torch")
-            for one in project["optional-dependencies"][name]
+            for requirement in project["optional-dependencies"][name]
         ),
     ]
     lowest = dict(re.findall(r"^([a-z]+)\S*?>=(\d+\.\d+)", "\n".join(asked), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Types that a type checker sees: the kind of array that goes in comes out. pyright reads this, nothing runs it."""
+"""A type checker sees that the kind of array that goes in comes out. pyright reads this, and nothing runs it."""
 
 from typing import Any, assert_type
 
