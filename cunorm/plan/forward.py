@@ -1,8 +1,8 @@
 """The forward kernel of rows by the cost rule, which serves where no table does.
 
-How rows of a shape are run depends on their number. Few rows get more threads each. Rows that all run at once load
-weight and bias with x. Of more rows, each is loaded into a ring in shared memory or into registers, and then weight and
-bias are loaded when they are needed.
+How rows of a shape are run depends on their number. Few rows get more threads each, or several SMs. Rows that all run
+at once load weight and bias with x. Of more rows, each is loaded into a ring in shared memory or into registers, and
+then weight and bias are loaded when they are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernel.device import Device
-from ..operation import SEED
+from ..operation import NORMS, SEED
 from .problem import ITEMSIZE, Problem, ceil_div
 from .resources import (
     RESIDENT,
@@ -49,6 +49,7 @@ class _CtaKernels(NamedTuple):
     """The kernels of rows that one CTA holds, for any number of them."""
 
     at_once: NormSpec  # for rows that all run at once; without CTAs if registers do not suffice for one
+    in_clusters: tuple[NormSpec, ...]  # the same with a row on several SMs, the most first
     ring: NormSpec | None  # for rows that are not many
     registers: NormSpec
 
@@ -58,6 +59,9 @@ def _cta_kernel(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
         return spread
     kernels = _cta_kernels(problem.layout, spec, device)
     at_once, sms = kernels.at_once, device.sms - problem.sm_margin
+    for kernel in kernels.in_clusters:
+        if problem.rows * kernel.cluster <= kernel.ctas_per_sm * sms:
+            return kernel
     if problem.rows <= sms * at_once.ctas_per_sm * at_once.rows_per_cta:
         return at_once
     many = problem.matrix_bytes > RING_BYTES * device.sms
@@ -68,8 +72,10 @@ def _cta_kernel(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
 def _cta_kernels(problem: Problem, spec: NormSpec, device: Device) -> _CtaKernels:
     needs = needs_of(problem, spec, device)
     ctas = ctas_by_registers(spec, needs.working + max(needs.at_once, needs.y))
+    at_once = replace(spec, ctas_per_sm=ctas, weights_in_registers=True)
     return _CtaKernels(
-        replace(spec, ctas_per_sm=ctas, weights_in_registers=True),
+        at_once,
+        _in_clusters(at_once, device) if ctas else (),
         _in_a_ring(problem, spec, needs, device),
         _in_registers(problem, spec, needs, device),
     )
@@ -91,12 +97,17 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
         return spread()
     vectors = shape.threads * shape.vectors
     in_eight = 4 * rows <= sms if vectors > 1024 else 8 * rows <= sms and vectors == 1024
-    if in_eight and device.runs_clusters(8):
+    # Rows of three or five whole vectors a thread, of which half would leave lanes idle, are for clusters of four.
+    odd = _fills_its_shape(spec) and shape.vectors in (3, 5)
+    if in_eight and device.runs_clusters(8) and not odd:
         return spread(shape=shape.in_clusters(8), vectors_per_thread=ceil_div(shape.vectors, 2))
     if not spec.aligned:
         return None
+    in_four = vectors == 512 and 8 * rows <= sms and problem.norm.subtracts_mean and _fills_its_shape(spec)
+    if in_four and device.runs_clusters(4):
+        return spread(shape=shape.in_clusters(4), vectors_per_thread=1)
     in_two = shape.threads == 512 and shape.vectors > (4 if problem.norm.subtracts_mean else 6)
-    if in_two and 2 * rows <= sms and device.runs_clusters(2):
+    if in_two and 2 * rows <= sms and device.runs_clusters(2) and not odd:
         return spread(shape=shape.in_clusters(2), vectors_per_thread=shape.vectors)
     # Beside wide vectors, and with dropout, more than one row on an SM spills.
     narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in problem.by_name
@@ -104,6 +115,26 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     if shape.vectors == 4 and shape.threads in (128, 256) and spec.reads_two_matrices and sms // 8 < rows <= most:
         return spread(vectors_per_thread=2, ctas_per_sm=ceil_div(rows, sms))
     return None
+
+
+def _in_clusters(spec: NormSpec, device: Device) -> tuple[NormSpec, ...]:
+    """Return kernels of the same rows in clusters of four and of two CTAs, where they were measured to be faster.
+
+    The tables of two GPUs agree on them for all dtypes of weights (docs/tuning.md). A thread has no fewer registers
+    than it has without clusters.
+    """
+    shape = spec.shape
+    if not _fills_its_shape(spec) or shape.threads < 256 or shape.vectors < 3:
+        return ()
+    short_rms = not NORMS[spec.operation.norm].subtracts_mean and shape.threads * shape.vectors <= 1024
+    ctas, most_vectors = (1, {4: 4}) if short_rms else (2, {4: 5, 2: 7})
+    sizes = [size for size, most in most_vectors.items() if shape.vectors <= most and device.runs_clusters(size)]
+    return tuple(replace(spec, shape=shape.in_clusters(size), ctas_per_sm=ctas) for size in sizes)
+
+
+def _fills_its_shape(spec: NormSpec) -> bool:
+    """Whether every vector of every thread is a whole and aligned part of the row."""
+    return spec.aligned and spec.cols == spec.shape.capacity
 
 
 def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:

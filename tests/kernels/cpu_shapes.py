@@ -60,6 +60,7 @@ SHAPES = (
     Shape(3, 20488, "bfloat16", MANY_SMS, "six vectors by two threads, in a cluster of 8"),
     Shape(18, 20488, "bfloat16", MANY_SMS, "LayerNorm: six vectors a thread, in a cluster of 2"),
     Shape(9, 10248, "bfloat16", MANY_SMS, "three vectors by two threads, in a cluster of 8"),
+    Shape(20, 8192, "bfloat16", MANY_SMS, "LayerNorm of few whole rows: in a cluster of 4, in registers"),
     Shape(310, 2568, "bfloat16", MANY_SMS, "LayerNorm of three vectors a thread: all rows at once, without turns"),
     Shape(280, 1536, "float32", MANY_SMS, "more partial rows than a CTA of sum_partials reads at once"),
     Shape(8, 3840, "bfloat16", SMALL, "a CTA a row"),
