@@ -88,7 +88,7 @@ def _loaded(spec: KernelSpec, device_id: int) -> tuple[int, int]:
     return kernel(spec, device_id).ptr, len(parameters(spec))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4 * 4096)  # for all threads
 def prepared(plan: Plan, device_id: int, thread: int) -> tuple[tuple[Write, Launch, Pick | None], ...]:
     """Return the launches of a plan, and what picks the arguments of each from those of a call and the workspace.
 
