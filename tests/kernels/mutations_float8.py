@@ -107,7 +107,7 @@ MUTATIONS = (
         "wide.store(row, column, valid, values);\n    bytes.store(row, column, valid, scaled);\n  }\n};\n\n// Whether",
         "wide.store(row, column, valid, scaled);\n    bytes.store(row, column, valid, scaled);\n  }\n};\n\n// Whether",
         "float8 of a sum, CTA",
-        (("results", "y is as it is without 8 bits"),),
+        (("results", "y is as it is without FP8"),),
     ),
     # Operands of products in 8 bits
     Mutation(
