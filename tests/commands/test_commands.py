@@ -23,6 +23,7 @@ from cunorm.kernel.device import INSTALL, INSTALL_LINEAR
 KERNEL = "0123456789abcdef0123456789abcdef01234567"
 
 
+@pytest.mark.slow
 def test_info_tells_the_versions_that_are_installed(tmp_path):
     fields = json.loads(output_of(command(tmp_path, "info", "--json")))
     assert fields["cunorm"] == cunorm.__version__

@@ -346,6 +346,7 @@ def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
         assert odd.spec.columns.rows_per_cta == even.spec.columns.rows_per_cta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KNOWN)
 def test_few_rows_have_threads_for_every_column_and_every_row(arch):
     for rows, cols, step in few_rows(arch):

@@ -78,6 +78,7 @@ def test_every_entry_has_a_row():
     assert not missing, "\n".join(missing)
 
 
+@pytest.mark.slow
 def test_every_entry_has_its_three_parts():
     wrong = [
         entry

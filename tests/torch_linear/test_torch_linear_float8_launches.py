@@ -58,6 +58,7 @@ def launched(launches: Launches) -> Counter:
     return kinds
 
 
+@pytest.mark.slow
 def test_as_many_kernels_as_need_be(on_a_gpu):
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(MANY)
     with autocast():
