@@ -28,7 +28,7 @@ class Bar(NamedTuple):
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bar holds, or None where nothing was measured."""
+        """Return whether the bar holds, or None if nothing was measured."""
         return self.held >= self.share * self.cases if self.cases else None
 
 

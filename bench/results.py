@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def refused(self) -> bool:
-        """Whether ours failed, or came out wrong."""
+        """Return whether ours failed, or came out wrong."""
         return self.lines.get(OURS, {}).get("status") in ("wrong", "error")
 
     @property
@@ -72,7 +72,7 @@ class Measured:
 
     @property
     def behind(self) -> bool:
-        """Whether a peer is faster by more than counts."""
+        """Return whether a peer is faster by more than counts."""
         ours, best = self.seconds(OURS), self.best_peer
         if self.refused or not ours or not best:
             return self.refused and best is not None

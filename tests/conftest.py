@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_long_on_the_host(item) -> bool:
-    """Whether a case on the host has long rows. NumPy has one path for all lengths, so short ones are enough."""
+    """Return whether a case on the host has long rows. NumPy has one path for all lengths, so short ones do."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return parameters.get("xp") == "host" and parameters.get("cols", 0) > HOST_COLUMNS
 
@@ -141,7 +141,7 @@ def one_thread():
 
 @pytest.fixture
 def lines(caplog):
-    """A function that returns the messages logged since its last call, and checks that none is above INFO."""
+    """Return a function that returns the messages since its last call, and checks that none is above INFO."""
     caplog.set_level(logging.DEBUG, "cunorm")
 
     def said() -> list[str]:

@@ -270,20 +270,16 @@ def run(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
     """Do what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
-    if key is None:
-        recipe = _recipe_of(call, eps, out, arrays)
-    else:
-        recipe = _recipes.of(key, _made, call, eps, out, arrays, key[3])
-        if recipe.everyday_on == _current_device():
-            return call.site(call, eps, out, arrays)  # which finds the recipe now
-        check_addresses(call, recipe, arrays, out)
+    recipe = _recipe_of(call, eps, out, arrays, key)
+    if key is not None and recipe.everyday_on == _current_device():
+        return call.site(call, eps, out, arrays)  # which finds the recipe now
     given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
         pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]
         check_out(call, recipe, tuple(pointers))
     with cupy.cuda.Device(recipe.device_id):
         # Sums over no rows are zero.
-        empty: Any = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
+        empty = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
         results = [
             empty(*memory) for memory in recipe.allocated[1 if out is not None and not recipe.temporary else 0 :]
         ]
@@ -319,13 +315,16 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
     launch.run(solution, recipe.device_id, stream, arguments, workspace.ptr)
 
 
-def _recipe_of(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any]) -> LaunchRecipe:
+def _recipe_of(
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
+) -> LaunchRecipe:
     """Return the recipe for such arrays; raise TypeError or ValueError for arrays that no kernel takes."""
-    described: Sequence[Any] = (*arrays, out) if call.out else arrays
-    pointers = [array.data.ptr for array in _by_name(call, arrays, out).values()]
-    is_aligned = not any(pointer % 16 for pointer in pointers) or aligned(call, arrays, out)
-    key = (call, eps, type(eps), is_aligned, *map(_described, described))
-    recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
+    if key is None:
+        described: Sequence[Any] = (*arrays, out) if call.out else arrays
+        pointers = [array.data.ptr for array in _by_name(call, arrays, out).values()]
+        is_aligned = not any(pointer % 16 for pointer in pointers) or aligned(call, arrays, out)
+        key = (call, eps, type(eps), is_aligned, *map(_described, described))
+    recipe = _recipes.of(key, _made, call, eps, out, arrays, key[3])
     check_addresses(call, recipe, arrays, out)
     return recipe
 
@@ -370,7 +369,7 @@ def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hasha
         elif array.shape in (shape, shape[:-1]) and array.flags.c_contiguous:
             parts += (x.ndim - array.ndim, array.dtype, array.data.device_id)
         elif array.ndim == 1:
-            parts += (array.shape, array.strides, array.dtype, array.data.device_id)
+            parts.append(_described(array))
         else:
             return None
     return tuple(parts)

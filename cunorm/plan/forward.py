@@ -98,8 +98,8 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     vectors = shape.threads * shape.vectors
     in_eight = 4 * rows <= sms if vectors > 1024 else 8 * rows <= sms and vectors == 1024
     # Rows of three or five whole vectors a thread, of which half would leave lanes idle, are for clusters of four.
-    odd = _fills_its_shape(spec) and shape.vectors in (3, 5)
-    if in_eight and device.runs_clusters(8) and not odd:
+    uneven = _fills_its_shape(spec) and shape.vectors in (3, 5)
+    if in_eight and device.runs_clusters(8) and not uneven:
         return spread(shape=shape.in_clusters(8), vectors_per_thread=ceil_div(shape.vectors, 2))
     if not spec.aligned:
         return None
@@ -107,7 +107,7 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     if in_four and device.runs_clusters(4):
         return spread(shape=shape.in_clusters(4), vectors_per_thread=1)
     in_two = shape.threads == 512 and shape.vectors > (4 if problem.norm.subtracts_mean else 6)
-    if in_two and 2 * rows <= sms and device.runs_clusters(2) and not odd:
+    if in_two and 2 * rows <= sms and device.runs_clusters(2) and not uneven:
         return spread(shape=shape.in_clusters(2), vectors_per_thread=shape.vectors)
     # Beside wide vectors, and with dropout, more than one row on an SM spills.
     narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in problem.by_name
@@ -120,8 +120,8 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
 def _in_clusters(spec: NormSpec, device: Device) -> tuple[NormSpec, ...]:
     """Return kernels of the same rows in clusters of four and of two CTAs, where they were measured to be faster.
 
-    The tables of two GPUs agree on them for all dtypes of weights (docs/tuning.md). A thread has no fewer registers
-    than it has without clusters.
+    The tables of two GPUs agree on them for weights of 16 and of 32 bits (docs/tuning.md). A thread has no fewer
+    registers than it has without clusters.
     """
     shape = spec.shape
     if not _fills_its_shape(spec) or shape.threads < 256 or shape.vectors < 3:
@@ -133,7 +133,7 @@ def _in_clusters(spec: NormSpec, device: Device) -> tuple[NormSpec, ...]:
 
 
 def _fills_its_shape(spec: NormSpec) -> bool:
-    """Whether every vector of every thread is a whole and aligned part of the row."""
+    """Return whether every vector of every thread is a whole and aligned part of the row."""
     return spec.aligned and spec.cols == spec.shape.capacity
 
 

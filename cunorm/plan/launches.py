@@ -263,7 +263,7 @@ def step_of(problem: Problem, spec: NormSpec, device: Device, grid: tuple[int, i
 
 @lru_cache(maxsize=4096)
 def _pointers(operands: Operands, stride: int) -> tuple[Pointer, ...]:
-    """Return where each array lies. With a stride there are partial sums in the workspace, so far from each other."""
+    """Return where each array lies. With a stride, sums lie in the workspace as partial sums, so many bytes apart."""
     in_workspace = {name: Pointer(WORKSPACE, i * stride) for i, name in enumerate(operands.sums)} if stride else {}
     return tuple(in_workspace.get(name, Pointer(name)) for name in operands.pointers)
 

@@ -222,12 +222,10 @@ def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | Non
     """Return the kernel of the rows of `spec` that was measured to be the fastest; None if no table has one."""
     rows = rows_of_sm(problem, device)
     for kernels in _measured_kernels(spec, device):
-        for most, kernel in kernels:
-            if rows <= most:
-                # Kernels for pairs of rows have a CTA for each pair, which would take every SM.
-                if kernel is not None and not (kernel.kernel == "forward_pairs" and problem.sm_margin):
-                    return kernel
-                break
+        kernel = next((kernel for most, kernel in kernels if rows <= most), None)
+        # Kernels for pairs of rows have a CTA for each pair, which would take every SM.
+        if kernel is not None and not (kernel.kernel == "forward_pairs" and problem.sm_margin):
+            return kernel
     return None
 
 

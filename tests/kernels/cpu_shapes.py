@@ -133,7 +133,7 @@ def turns(rows: int, step: Step) -> int:
 
 
 def weight_waits(spec: KernelSpec) -> bool:
-    """Whether the weight waits in shared memory."""
+    """Return whether the weight waits in shared memory."""
     return dynamic_shared(spec) > dynamic_shared(replace(spec, operands=Operands({*spec.operands} - {*spec.columns})))
 
 

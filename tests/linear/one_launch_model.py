@@ -71,7 +71,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
         return lambda at: at[name] >= count
 
     def ended(name: str, phase: int, arrivals: int = 1) -> Callable[[State], bool]:
-        """Whether the phase has ended, as mbarrier.try_wait.parity sees it: the current parity is another."""
+        """Return whether the phase has ended: as mbarrier.try_wait.parity sees it, the current parity is another."""
         return lambda at: at[name] // arrivals % 2 != phase
 
     def wait(condition: Callable[[State], bool], commutes: bool = True) -> Step:

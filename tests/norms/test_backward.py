@@ -128,9 +128,7 @@ def test_nan_and_infinity_stay_in_their_row_of_dx(xp, op, bad, where, cols):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("rows", "cols"), [(600, 8192), (20, 600_000)]
-)  # the first has partial sums, the second a kernel for columns
+@pytest.mark.parametrize(("rows", "cols"), [(600, 8192), (20, 600_000)], ids=["partial sums", "a kernel for columns"])
 def test_sums_over_rows_by_two_multiprocessors(op, rows, cols):
     import cupy
 

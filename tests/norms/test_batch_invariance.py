@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import cpu_functions
@@ -44,21 +44,17 @@ MANY = 9  # rows on the stand-in: so many that a thread takes several, one after
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", TABLES)
 def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
-    """It does not depend on the number of rows, their addresses, the gradients, or the multiprocessors left free.
-
-    Each length has one dtype of weights, so that each norm and dtype of x meets all of them.
-    """
+    """It does not depend on the number of rows, their addresses, the gradients, or the multiprocessors left free."""
     device = DEVICES[name]
     gradients: list[dict[str, Any]] = [{}]
     if direction == "backward":
         gradients = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
-    for op, dtype in product(OPS, DTYPES):
-        lengths = {
+    for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
+        for cols in {
             cols
             for lengths_of_tier in matrix.lengths_of_tiers(direction, dtype, device).values()
             for cols in lengths_of_tier
-        }
-        for cols, weight in zip(sorted(lengths), cycle(("float16", "float64", None)), strict=False):
+        }:
             chosen = set()
             for (rows, aligned, margin), wanted in product(BATCHES, gradients):
                 row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)

@@ -239,6 +239,7 @@ def test_main_grad_is_left_to_python(driver):
         if turn == 0:
             once = module.weight.main_grad.clone()
     torch.testing.assert_close(module.weight.main_grad, 3 * once)
+    assert driver.plans == []
 
 
 @pytest.mark.slow

@@ -81,5 +81,8 @@ SPLIT = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_what_is_split(launched, name):
     memory, names = launched
+    call(*tensors(memory))
+    assert names == ["one_launch"]
+    names.clear()
     SPLIT[name](tensors(memory))
     assert "one_launch" not in names
