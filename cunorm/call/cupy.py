@@ -87,7 +87,8 @@ def norm_float8(options: NormTuple, arrays: Sequence[Any], eps: float, scale: An
         return call.site(call, eps, None, arrays)
     x, weight, bias = arrays
     if scale is None:
-        _recipe_of(call, eps, None, (*arrays, None))  # says what is wrong
+        # Say what is wrong before weight and bias are read for the scale.
+        check_addresses(call, _recipe_of(call, eps, None, (*arrays, None)), (*arrays, None), None)
         weight_shape = None if weight is None else weight.shape
         shape = checks.shape_of(options.function, options.normalized_shape, x.shape, weight_shape)
         with cupy.cuda.Device(x.data.device_id):
@@ -272,7 +273,8 @@ def run(
     """Do what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
-        return call.site(call, eps, out, arrays)  # which finds the recipe now
+        return call.site(call, eps, out, arrays)  # which finds the recipe now, and checks addresses
+    check_addresses(call, recipe, arrays, out)
     given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
         pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]
@@ -324,9 +326,7 @@ def _recipe_of(
         pointers = [array.data.ptr for array in _by_name(call, arrays, out).values()]
         is_aligned = not any(pointer % 16 for pointer in pointers) or aligned(call, arrays, out)
         key = (call, eps, type(eps), is_aligned, *map(_described, described))
-    recipe = _recipes.of(key, _made, call, eps, out, arrays, key[3])
-    check_addresses(call, recipe, arrays, out)
-    return recipe
+    return _recipes.of(key, _made, call, eps, out, arrays, key[3])
 
 
 def _described(array: Any) -> Any:
