@@ -12,8 +12,9 @@ from typing import Any
 
 from ..call.checks import must_be_a_dtype
 from ..kernel import compile, device, source
-from ..linear import float8_plan, one_launch
-from ..linear.one_launch import LinearProblem
+from ..linear import float8_plan
+from ..linear import plan as linear_plan
+from ..linear.problem import LinearProblem
 from ..plan.plain_problems import whole
 from ..plan.plan import plan
 from ..plan.problem import ITEMSIZE, Problem
@@ -119,9 +120,9 @@ def _show_linear(arguments: argparse.Namespace, cols: int, dtype: str, arch: int
     """Show what a norm with its product runs on each known GPU of an architecture."""
     problem = linear_problem(arguments, arguments.rows, cols, dtype)
     for target in device.known(arch):
-        solution = one_launch.chosen(problem, target)
+        solution = linear_plan.chosen(problem, target)
         if arguments.show == "plan" or solution is None:
-            print(f"{target.name}: {one_launch.describe(problem, target)}")
+            print(f"{target.name}: {linear_plan.describe(problem, target)}")
         elif arguments.show == "source":
             print(_source(solution.steps))
         else:

@@ -16,7 +16,7 @@ from typing import Any
 from ..expression import trace
 from ..kernel.device import Device
 from ..linear import float8_plan
-from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
+from ..linear.float8_plan import ColumnsProblem, ProductProblem, RowsProblem
 from ..operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
 from ..plan.choose import tier_of
 from ..plan.forward import fits_norm_add_norm
@@ -35,6 +35,7 @@ from ..plan.problem import (
 from ..plan.resources import RESIDENT
 from ..plan.shapes import TABLES, Tier
 from ..plan.spec import KernelSpec
+from ..plan.steps import OtherPlan
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -158,7 +159,7 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
 CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000, 200001, 600000)
 
 
-def casts(device: Device) -> list[CastPlan]:
+def casts(device: Device) -> list[OtherPlan]:
     """What makes operands of products in 8 bits."""
     plans = []
     for dtype, e4m3 in product(("bfloat16", "float16", "float32"), (True, False)):

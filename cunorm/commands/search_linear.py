@@ -1,8 +1,8 @@
 """A search over the ways to run a norm with its product, on a GPU: for `tune`.
 
-They are one launch, in each division that does not spill, and two: the norm's kernel and the product by each algorithm
-that cuBLASLt offers. Each is held against what runs today. The fastest is timed beside it once more, alone, so that the
-luck of the fastest of several is no gain.
+They are one launch, in each division that does not spill, the overlapped launches, and split: the norm's kernel and
+then the product by each algorithm that cuBLASLt offers. Each is held against what runs today. The fastest is timed
+beside it once more, alone, so that the luck of the fastest of several is no gain.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy
 from ..call.numpy import numpy_dtype
 from ..kernel import launch
 from ..kernel.device import Device
-from ..linear import one_launch
-from ..linear.one_launch import LinearProblem, OneLaunchPlan
+from ..linear import plan as linear_plan
+from ..linear.problem import NAMES, LinearProblem
 from ..plan.problem import ITEMSIZE
-from ..plan.tables import Algorithm
+from ..plan.steps import OtherPlan
+from ..plan.tables import SPLIT, Algorithm
 from . import timing
 from .search import RANDOM, SUM_TOLERANCE, checked, sound
 
@@ -30,8 +31,8 @@ SECONDS = 0.3  # for the turns of all ways
 class Way(NamedTuple):
     """How a norm with its product runs."""
 
-    ctas: int = 0  # of the clusters of the one launch; 0: two launches
-    algorithm: Algorithm = ()  # of the product of two launches
+    way: int = SPLIT  # as linear.plan.ways has them
+    algorithm: Algorithm = ()  # of the product of split ones
 
 
 class FoundLinear(NamedTuple):
@@ -49,21 +50,19 @@ def why_not(problem: LinearProblem, device: Device) -> str:
     """Return why there is nothing to search for; empty if there is."""
     from ..linear import gemm
 
-    reason = one_launch.why_not(problem, device)
+    reason = linear_plan.why_not(problem, device)
     offered = problem.dtype in ("float16", "bfloat16") and gemm.bindings() is not None
     return "" if offered else reason
 
 
 def search_linear(problem: LinearProblem, device: Device, step: Callable[[], None] = lambda: None) -> FoundLinear:
     """Time every way beside today's. `step` is called once or twice for each."""
-    fits = not one_launch.why_not(problem, device)
-    divisions = tuple(one_launch.divisions(problem, device)) if fits else ()
-    plans = {division.cluster: one_launch.plan(problem, device, division) for division in divisions}
-    without_spills = sound({ctas: [plan.steps[0].spec] for ctas, plan in plans.items()}, device, step)
+    plans = linear_plan.ways(problem, device)
+    without_spills = sound({way: [launch.spec for launch in plan.steps] for way, plan in plans.items()}, device, step)
     arrays = Arrays(problem)
     products = arrays.products()
-    ways = {Way(ctas): partial(arrays.one_launch, plans[ctas]) for ctas in without_spills}
-    ways |= {Way(0, algorithm): partial(arrays.two_launches, product) for algorithm, product in products.items()}
+    ways = {Way(way): partial(arrays.planned, plans[way]) for way in without_spills}
+    ways |= {Way(SPLIT, algorithm): partial(arrays.split, product) for algorithm, product in products.items()}
     expected = arrays.numbers(arrays.today(0))
     right = {}
     for way, call in ways.items():
@@ -108,7 +107,7 @@ class Arrays:
     def _given(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arrays of a set, None for one that is absent, and what else a call is given."""
         options = {"eps": EPS, "zero_centered_gamma": self._problem.zero_centered_gamma}
-        return dict.fromkeys(one_launch.NAMES) | self.sets[index], options
+        return dict.fromkeys(NAMES) | self.sets[index], options
 
     def today(self, index: int) -> Any:
         """Return y as a call returns it."""
@@ -133,21 +132,22 @@ class Arrays:
 
         return gemm.version() if gemm.bindings() is not None else ""
 
-    def two_launches(self, product: Any, index: int) -> Any:
+    def split(self, product: Any, index: int) -> Any:
         """Return y of the norm's kernel and a product."""
-        y = self._empty()
-        _, pointers = self._product(self._normalised(index), index, y)
-        product.run(*pointers)
+        y, z = self._empty(), self._normalised(index)
+        _, pointers = self._product(z, index, y)
+        product.run(*pointers)  # its workspace must not be where z is, which is still needed
         return y
 
-    def one_launch(self, plan: OneLaunchPlan, index: int) -> Any:
-        """Return y of one launch, which writes neither z nor statistics."""
+    def planned(self, plan: OtherPlan, index: int) -> Any:
+        """Return y of a plan, which returns neither z nor statistics."""
         import cupy
 
-        y = self._empty()
+        y, workspace = self._empty(), cupy.empty(plan.workspace, "uint8")
         addresses = {name: array.data.ptr for name, array in (self.sets[index] | {"y": y}).items()}
         pointers = [addresses.get(name, 0) for name in plan.problem.pointers]
-        launch.run(plan, y.data.device_id, cupy.cuda.get_current_stream().ptr, (*pointers, EPS))
+        stream = cupy.cuda.get_current_stream().ptr
+        launch.run(plan, y.data.device_id, stream, (*pointers, EPS), workspace.data.ptr)
         return y
 
     def _empty(self) -> Any:
@@ -166,7 +166,7 @@ class Arrays:
         return functions.rms_norm(arrays["x"], self._problem.cols, arrays["ln_weight"], **options)
 
     def _product(self, z: Any, index: int, y: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return the kind of the product and its pointers. z may be freed before it runs on the same stream."""
+        """Return the kind of the product and its pointers."""
         from ..linear import gemm
 
         arrays, _ = self._given(index)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ..kernel import device
 from ..kernel.cache import cache_directory
-from ..linear import one_launch
-from ..linear.one_launch import LinearProblem
+from ..linear import plan as linear_plan
+from ..linear.problem import LinearProblem
 from ..plan import tables
 from ..plan.candidates import candidates
 from ..plan.choose import choose
@@ -91,8 +91,8 @@ class LinearTask(NamedTuple):
         if found.better is None:
             return table
         shape = self.problem.cols, self.problem.outs, self.problem.rows
-        if one_launch.rows_of(self.problem):
-            table = table.with_product(*shape, found.better.ctas)
+        if linear_plan.rows_of(self.problem):
+            table = table.with_product(*shape, found.better.way)
         return table.with_algorithm(found.cublas, *shape, found.better.algorithm) if found.better.algorithm else table
 
 
@@ -107,10 +107,10 @@ def add_parser(commands) -> None:
         description="Compile other launches of the same kernels and time them beside today's: for calls of --cols, "
         "--rows and --dtype, or for the calls that one call of --model makes. Without --op and "
         "--direction both norms and both directions are tuned. With --op layer_norm_linear or "
-        "rms_norm_linear the norm and its product in one launch, and the product by other algorithms of cuBLASLt, are "
-        "timed beside what runs today. What is faster by "
-        "more than the spread of the measurement is kept in the folder of the kernel cache, where later processes find "
-        "it. The bits of y and dx of a norm stay the same; the last one of y of a product may change.",
+        "rms_norm_linear the norm and its product in one launch and overlapped, and the product by other algorithms of "
+        "cuBLASLt, are timed beside what runs today. What is faster by more than the spread of the measurement is kept "
+        "in the folder of the kernel cache, where later processes find it. The bits of y and dx of a norm stay the "
+        "same; the last one of y of a product may change.",
     )
     add_options_of_problems(parser, (*matrix.OPS, *LINEAR))
     parser.add_argument("--out-features", type=at_least_one, help="columns of y of a norm with its product")
@@ -313,7 +313,7 @@ def keep(path: Path, gpu: device.Device, task: Task | LinearTask, found: Any) ->
     tables.write(path, task.merged(table, found))
     tables.forget()
     plan.cache_clear()
-    one_launch.chosen.cache_clear()
+    linear_plan.chosen.cache_clear()
 
 
 def _path(gpu: device.Device) -> Path:

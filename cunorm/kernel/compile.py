@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .. import logs, private
 from ..plan.resources import RESERVED, launch_shared
-from ..plan.spec import KernelSpec, NormSpec, SumSpec
+from ..plan.spec import KernelSpec, NormSpec, OtherSpec, SumSpec
 from . import device
 from .cache import cache_directory, keep_file
 from .source import Baked, entry_name, source
@@ -105,10 +105,11 @@ def _carveout(spec: KernelSpec, shared: int) -> int:
     """Return the per cent of an SM's memory that is shared memory and not L1, so that 2048 threads fit on an SM.
 
     Left to itself the driver gave kernels that need little so little (8 KB on an H200, by ncu) that seven CTAs of 64
-    threads filled it. The sums of partial sums get as much as the kernels before and after them, because an SM must be
-    empty to change it: on an H100, early backward passes of LayerNorm, 8595 x 7808 of float32, take 270 us, else 361.
+    threads filled it. The sums of partial sums get as much as the kernels before and after them, and norms as much as
+    the product that begins beside them, because an SM must be empty to change it: on an H100, early backward passes of
+    LayerNorm, 8595 x 7808 of float32, take 270 us, else 361.
     """
-    if isinstance(spec, SumSpec):
+    if isinstance(spec, SumSpec) or (isinstance(spec, NormSpec) and spec.lets_next_begin):
         return 100
     ctas = min(32, 2048 // spec.threads)
     return min(100, -(-100 * ctas * (shared + RESERVED) // (228 << 10)))
@@ -124,7 +125,7 @@ def machine_code(spec: KernelSpec, arch: int) -> bytes:
         content = (cache_directory() / file).read_bytes()
         if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
             return content[DIGEST:]
-    _, code = _compile(source(spec), entry_name(spec), _target(arch), spec)
+    _, code = _compile(source(spec), entry_name(spec), _target(spec, arch), spec)
     _keep(file, code)
     return code
 
@@ -145,7 +146,7 @@ def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: b
 
     With `keep` the kernel is kept as by machine_code, and RuntimeError is raised if it cannot be.
     """
-    log, code = _compile(source(spec, baked), entry_name(spec), f"sm_{arch}", spec)
+    log, code = _compile(source(spec, baked), entry_name(spec), _machine(spec, arch), spec)
     if keep and (reason := _keep(kernel_file(spec, arch), code)):
         raise RuntimeError(f"the kernels cannot be kept: {reason}.")
     return _parse_resources(log)
@@ -200,10 +201,14 @@ def nvrtc_build() -> tuple[object, ...]:
     return version
 
 
-def _target(arch: int) -> str:
+def _target(spec: KernelSpec, arch: int) -> str:
     """Return NVRTC's name of the architecture, or of PTX for the newest one before it if NVRTC does not know it."""
     known = private.nvrtc().getSupportedArchs()
-    return f"sm_{arch}" if arch in known else f"compute_{max(older for older in known if older < arch)}"
+    return _machine(spec, arch) if arch in known else f"compute_{max(older for older in known if older < arch)}"
+
+
+def _machine(spec: KernelSpec, arch: int) -> str:
+    return f"sm_{arch}{'a' if isinstance(spec, OtherSpec) and spec.of_one_arch else ''}"
 
 
 def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_...
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_...
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
+TENSOR_MAP_DTYPES = {"float16": 6, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_...
+SWIZZLED_128B, PROMOTED_TO_128B = 3, 2  # CU_TENSOR_MAP_SWIZZLE_..., ..._L2_PROMOTION_L2_...
+BOX_COLUMNS = 64  # of 16 bits, 128 bytes
 
 
 class Attribute(ctypes.Structure):
@@ -63,6 +67,26 @@ def early_launch(
             raise RuntimeError(f"cunorm: cuLaunchKernelEx failed with CUDA error {error}.")
 
     return launch
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, dtype: str, rows: int, cols: int, stride: int, box_rows: int) -> bytes:
+    """Return the CUtensorMap of a matrix at an address, for boxes of 128 bytes by box_rows.
+
+    The address and `stride`, which is in elements, are multiples of 16 bytes.
+    """
+    buffer = (ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT))()
+    offset = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
+    sizes, strides = (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(2 * stride)
+    box, steps = (ctypes.c_uint32 * 2)(BOX_COLUMNS, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    error = _library().cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(ctypes.addressof(buffer) + offset), TENSOR_MAP_DTYPES[dtype], len(sizes)),
+        *(ctypes.c_void_p(address), sizes, strides, box, steps),
+        *(0, SWIZZLED_128B, PROMOTED_TO_128B, 0),  # not interleaved; zeros beyond the matrix
+    )
+    if error:
+        raise RuntimeError(f"cunorm: cuTensorMapEncodeTiled failed with CUDA error {error}.")
+    return bytes(buffer[offset : offset + TENSOR_MAP_BYTES])
 
 
 def resident_clusters(kernel: int, size: int, threads: int, shared: int) -> int:

@@ -12,11 +12,12 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from threading import get_ident
 from typing import Protocol
 
 from ..plan.spec import KernelSpec
-from ..plan.steps import WORKSPACE, Pointer, Step
+from ..plan.steps import WORKSPACE, Matrix, Pointer, Step
 from . import driver
 from .compile import kernel
 from .source import parameters
@@ -102,11 +103,18 @@ def prepared(plan: Plan, device_id: int, thread: int) -> tuple[tuple[Write, Laun
 
 
 @lru_cache(maxsize=4096)
-def _pick(names: tuple[str, ...], pointers: tuple[Pointer, ...], scalars: tuple[str, ...]) -> Pick:
+def _pick(names: tuple[str, ...], pointers: tuple[Pointer | Matrix, ...], scalars: tuple[str, ...]) -> Pick:
     """Return a function that picks the arguments of a launch from those of `names`."""
     places = {name: place for place, name in enumerate(names)}
-    taken = [(places[name], offset) for name, offset in pointers]
+    taken = [(places[pointer.name], pointer.offset) for pointer in pointers]
     taken += [(places[name], 0) for name in scalars]
+    if any(isinstance(pointer, Matrix) for pointer in pointers):
+        matrices = [pointer if isinstance(pointer, Matrix) else None for pointer in pointers] + [None] * len(scalars)
+        described = [(matrix, place, offset) for matrix, (place, offset) in zip(matrices, taken, strict=True)]
+        return lambda given: [
+            driver.tensor_map(given[place] + offset, *matrix[2:]) if matrix else given[place] + offset
+            for matrix, place, offset in described
+        ]
     if len(taken) > 1 and not any(offset for _, offset in taken):
         return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
     return lambda given: [given[place] + offset for place, offset in taken]
@@ -126,12 +134,16 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
 
     cupy.cuda.runtime.setDevice(device_id)  # a thread that has not yet called CUDA's runtime has no context
     function = address(step, device_id)
-    changing = struct.Struct("P" * len(step.pointers) + NUMBERS[step.spec.compute] * len(step.scalars))
-    count = len(step.pointers) + len(step.scalars) + len(step.integers)
-    words = (ctypes.c_uint64 * (2 * count))()  # the address of each argument, then the arguments, which are copied
+    sizes = [driver.TENSOR_MAP_BYTES if isinstance(pointer, Matrix) else 8 for pointer in step.pointers]
+    formats = ["P" if size == 8 else f"{size}s" for size in sizes]
+    changing = struct.Struct("".join(formats) + NUMBERS[step.spec.compute] * len(step.scalars))
+    sizes += [8] * (len(step.scalars) + len(step.integers))
+    count, places = len(sizes), list(accumulate(sizes, initial=0))
+    # The address of each argument, then the arguments, which are copied.
+    words = (ctypes.c_uint64 * (count + places[-1] // 8))()
     start = ctypes.addressof(words)
-    struct.pack_into(f"{count}Q", words, 0, *range(start + 8 * count, start + 16 * count, 8))
-    words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]
+    struct.pack_into(f"{count}Q", words, 0, *(start + 8 * count + place for place in places[:-1]))
+    words[len(words) - len(step.integers) :] = [number % 2**64 for number in step.integers]
     launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
     write = partial(changing.pack_into, words, 8 * count)  # keeps `words` alive
     if step.begins_early:

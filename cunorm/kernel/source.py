@@ -25,6 +25,7 @@ from ..plan.spec import (
     SUM_COLUMNS,
     FewRowsSpec,
     KernelSpec,
+    NormSpec,
     OtherSpec,
     SumSpec,
 )
@@ -143,12 +144,13 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
     constants = offsets = ""
     if baked is not None:
         types, constants, offsets = _bake(types, baked)
+    next_begins = "  next_kernel_may_begin();\n" if isinstance(spec, NormSpec) and spec.lets_next_begin else ""
     clusters = f" __cluster_dims__({spec.cluster}, 1, 1)" if spec.cluster > 1 else ""
     return (
         f"using namespace cunorm;\n{before}{constants}"
         f'extern "C" __global__ void{clusters} __launch_bounds__({spec.threads}, {ctas_per_sm})\n'
         f"{entry_name(spec)}({', '.join(f'{kind} {name}' for name, kind in types.items())}) {{\n"
-        f"{offsets}{call}}}\n"
+        f"{offsets}{next_begins}{call}}}\n"
     )
 
 

@@ -1,6 +1,6 @@
 """`layer_norm_linear` on CuPy arrays and CuPy's current stream.
 
-It is the norm's kernel and then cuBLASLt, or of few rows one launch where that was measured to win.
+It is the norm's kernel and then cuBLASLt, or of few rows what a table of measurements names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ..kernel import device, launch
 from ..plan.plain_problems import plain
 from ..plan.plan import plan
 from ..plan.problem import E4M3, RowStrides
-from . import gemm, one_launch, one_launch_cupy
+from . import gemm, planned_cupy
+from . import plan as linear_plan
 from . import problem as linear_problem
 from .float8_plan import RowsProblem, plan_rows
 from .problem import LinearOptions
@@ -33,8 +34,8 @@ def forward(options: LinearOptions, arrays: Arrays) -> tuple[cupy.ndarray, cupy.
     linear_problem.check_forward(options.function, layouts, options.zero_centered_gamma)
     x, weight = arrays["x"], arrays["weight"]
     with cupy.cuda.Device(x.data.device_id):
-        if x.size <= one_launch.ROWS[-1] * x.shape[-1]:
-            results = one_launch_cupy.forward(options, arrays, layouts)
+        if x.size <= linear_plan.ROWS[-1] * x.shape[-1]:
+            results = planned_cupy.forward(options, arrays, layouts)
             if results is not None:
                 return results
         z, mean, rstd = _normalised(options, arrays)

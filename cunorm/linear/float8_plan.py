@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..kernel.device import Device
 from ..operation import Operation
 from ..plan.problem import ITEMSIZE, ceil_div
 from ..plan.resources import ctas_that_fit
 from ..plan.spec import WARP, OtherSpec, RowShape
-from ..plan.steps import GRID_LIMIT, WORKSPACE, Pointer, Step
+from ..plan.steps import GRID_LIMIT, WORKSPACE, Names, OtherPlan, Pointer, Step
 from .float8_spec import (
     COLUMN_THREADS,
     PRODUCT_THREADS,
@@ -35,22 +34,6 @@ FEW_VECTORS = 2  # of a thread with sums and maxima
 UNDER_WAY = 48 << 10
 LEAST_ROWS = 16  # of a partial row of column_totals
 GRID_Y_LIMIT = 65535
-
-
-class Names(NamedTuple):
-    """The names of what a launch is given, in this order."""
-
-    pointers: tuple[str, ...]
-    scalars: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CastPlan:
-    """Launches in order, as plan.steps.Plan has them, made once for a problem."""
-
-    problem: Names
-    steps: tuple[Step, ...]
-    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,12 +83,12 @@ class ProductProblem:
 
 
 @lru_cache(maxsize=4096)
-def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
+def plan_rows(problem: RowsProblem, device: Device) -> OtherPlan:
     """Return the plan of a problem with at least one row and column."""
     return rows_plan(problem, rows_kernel(problem, device), device)
 
 
-def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
+def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> OtherPlan:
     """Plan rows for a kernel that is chosen."""
     vector_cols = vector_cols_of(problem.dtype)
     width = ceil_div(problem.cols, vector_cols) * vector_cols
@@ -127,7 +110,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     names += (problem.sums and "sums", problem.maxima and "maxima")
     arguments = Names(tuple(name for name in names if name))
     if not wanted:
-        return CastPlan(arguments, tuple(steps))
+        return OtherPlan(arguments, tuple(steps))
     # The workspace has partial sums, then partial maxima.
     first, second = Pointer(WORKSPACE), Pointer(WORKSPACE, 4 * groups * width if problem.sums else 0)
     steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
@@ -137,7 +120,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.overlaps_launches)
     steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))
     size = (4 * problem.sums + ITEMSIZE[problem.dtype] * problem.maxima) * groups * width
-    return CastPlan(arguments, tuple(steps), size)
+    return OtherPlan(arguments, tuple(steps), size)
 
 
 def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
@@ -197,7 +180,7 @@ def _row_shape(cols: int, vector_cols: int, device: Device, totals: bool) -> Row
 
 
 @lru_cache(maxsize=4096)
-def plan_columns(problem: ColumnsProblem, device: Device) -> CastPlan:
+def plan_columns(problem: ColumnsProblem, device: Device) -> OtherPlan:
     """Likewise."""
     aligned = problem.aligned and (problem.rows == 1 or problem.stride * ITEMSIZE[problem.dtype] % 16 == 0)
     # A thread has 64 bytes under way. With 64 registers each what is shifted spills, and what is normalised elsewhere.
@@ -217,7 +200,7 @@ def plan_columns(problem: ColumnsProblem, device: Device) -> CastPlan:
     return columns_plan(problem, spec, device)
 
 
-def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, tiles_per_cta: int = 0) -> CastPlan:
+def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, tiles_per_cta: int = 0) -> OtherPlan:
     """Plan columns for a kernel that is chosen; 0 chooses the tiles of a CTA too."""
     across, down = ceil_div(problem.cols, spec.columns), ceil_div(problem.rows, TILE_ROWS)
     # A column's scale is found once for all tiles of a CTA, and the next tile is under way while one is written. Of few
@@ -225,18 +208,18 @@ def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, til
     tiles_per_cta = tiles_per_cta or max(1, min(4, across * down // (6 * device.sms)), ceil_div(down, GRID_Y_LIMIT))
     integers = (problem.rows, problem.stride, problem.cols, padded(problem.rows), tiles_per_cta)
     step = _step(spec, (across, ceil_div(down, tiles_per_cta), 1), integers)
-    return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
+    return OtherPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
 
 
 @lru_cache(maxsize=4096)
-def plan_product(problem: ProductProblem, device: Device) -> CastPlan:
+def plan_product(problem: ProductProblem, device: Device) -> OtherPlan:
     """Likewise."""
     vector_cols = vector_cols_of(problem.dtype)
     whole = problem.cols % max(vector_cols, 16 // ITEMSIZE[problem.y]) == 0 or problem.rows == 1
     spec = ScaleProduct(problem.dtype, problem.y, problem.bias, problem.aligned and whole, problem.aligned)
     tiles = ceil_div(problem.cols, vector_cols * PRODUCT_THREADS)
     step = _step(spec, (tiles, min(problem.rows, GRID_Y_LIMIT), 1), (problem.rows, problem.cols))
-    return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
+    return OtherPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
 
 
 def _step(spec: OtherSpec, grid: tuple[int, int, int], integers: tuple[int, ...], begins_early: bool = False) -> Step:
@@ -248,6 +231,6 @@ def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
     return step._replace(pointers=tuple(names.get(pointer.name, pointer) for pointer in step.pointers))
 
 
-def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:
+def kernels_of(plans: Iterable[OtherPlan]) -> list[OtherSpec]:
     """Return every kernel of these plans, once."""
     return list(dict.fromkeys(step.spec for plan in plans for step in plan.steps if isinstance(step.spec, OtherSpec)))

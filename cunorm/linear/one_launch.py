@@ -1,19 +1,15 @@
 """Plans of y = z weightᵀ + bias for few rows in one launch, where z = norm(x) is never a tensor.
 
-The functions are pure and import no GPU library. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement
-says that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
+The kernel is kernels_cu/linear/one_launch.cu.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..call import checks
-from ..call.checks import Layout
 from ..kernel.device import Device
 from ..kernel.text import CPP_TYPE, Arithmetic, forward_struct
 from ..operation import NORMS, Operation, affine
@@ -21,8 +17,8 @@ from ..plan.plain_problems import plain
 from ..plan.problem import ITEMSIZE, ceil_div
 from ..plan.shapes import shape_of_rows
 from ..plan.spec import MOST_SHORT, WARP, OtherSpec, RowShape
-from ..plan.steps import Pointer, Step
-from ..plan.tables import REACH, tables_of
+from ..plan.steps import Names, OtherPlan, Pointer, Step
+from .problem import LinearProblem
 
 # As in kernels_cu/linear/one_launch.cu.
 CONSUMERS = 8  # warps
@@ -30,7 +26,6 @@ TILE_OUTS = 8
 PAIR = 64  # columns
 BARRIER = 8  # bytes
 
-NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")  # of the arrays of a call
 ROWS = (8, 16, 32)  # a kernel serves up to so many rows
 X_BYTES = 64 << 10  # x in a CTA at most, which leaves 64 registers of z in each thread
 STAGE_BYTES = 32 << 10
@@ -141,82 +136,10 @@ def _whole(size: int, multiple: int) -> int:
     return ceil_div(size, multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class LinearProblem:
-    """A norm with its product: x (rows, cols) -> y (rows, outs). Strides are in elements, from row to row."""
-
-    norm: str
-    rows: int
-    cols: int
-    outs: int
-    dtype: str
-    ln_weight: str | None = None  # its dtype
-    ln_bias: str | None = None  # its dtype
-    bias: bool = False
-    zero_centered_gamma: bool = False
-    x_stride: int = 0
-    weight_stride: int = 0
-    aligned: bool = True  # every array begins at a multiple of 16 bytes
-
-
-class Names(NamedTuple):
-    """The names of what a launch is given, in this order."""
-
-    pointers: tuple[str, ...]
-    scalars: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OneLaunchPlan:
-    """A plan of one launch; plan.steps.Plan has several."""
-
-    problem: Names
-    steps: tuple[Step, ...]
-    workspace: int = 0
-
-    def describe(self) -> str:
-        (step,) = self.steps
-        return f"one launch: {step.spec}, grid {step.grid[0]}, {step.dynamic_shared} bytes of shared memory"
-
-
-def problem_of(
-    norm: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool, aligned: bool
-) -> LinearProblem | None:
-    """Return the problem of arrays by their NAMES; None where rows do not lie as the kernel reads them."""
-    x, weight = layouts["x"], layouts["weight"]
-    of_x, of_weight = (checks.row_strides(matrix, 1) for matrix in (x, weight))
-    vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
-    if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
-        return None
-    outs, cols = weight.shape
-    return LinearProblem(
-        norm,
-        math.prod(x.shape[:-1]),
-        cols,
-        outs,
-        x.dtype,
-        ln_weight=layouts["ln_weight"].dtype if "ln_weight" in layouts else None,
-        ln_bias=layouts["ln_bias"].dtype if "ln_bias" in layouts else None,
-        bias="bias" in layouts,
-        zero_centered_gamma=zero_centered_gamma,
-        x_stride=of_x.row,
-        weight_stride=of_weight.row,
-        aligned=aligned,
-    )
-
-
 def why_not(problem: LinearProblem, device: Device) -> str:
-    """Return why such a problem must be split; empty if it need not be."""
-    if device.arch != 90:
-        return f"it is for sm_90; {device.name} is sm_{device.arch}"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"it is for float16 and bfloat16, not {problem.dtype}"
+    """Return why a problem that tensor cores can take cannot run so; empty if it can."""
     if not 1 <= problem.rows <= ROWS[-1]:
         return f"it is for up to {ROWS[-1]} rows, not {problem.rows}"
-    if problem.cols % VECTOR_COLS or problem.outs % TILE_OUTS:
-        return f"in and out must be multiples of {VECTOR_COLS}"
-    if not problem.aligned or problem.x_stride % VECTOR_COLS or problem.weight_stride % VECTOR_COLS:
-        return "every row of x and weight must begin at a multiple of 16 bytes"
     if "float64" in (problem.ln_weight, problem.ln_bias):
         return "ln_weight and ln_bias must not be float64"
     if problem.cols > VECTOR_COLS * MOST_SHORT or row_shape(problem, device).threads == 1:
@@ -228,46 +151,12 @@ def why_not(problem: LinearProblem, device: Device) -> str:
     return ""
 
 
-@lru_cache(maxsize=4096)
-def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
-    """Return the launch if it was measured to be faster than two; None: split."""
-    ctas = _measured(problem, device)
-    if not ctas or why_not(problem, device):
-        return None
-    fitting = (division for division in divisions(problem, device) if division.cluster == ctas)
-    return next((plan(problem, device, division) for division in fitting), None)
-
-
-def _measured(problem: LinearProblem, device: Device) -> int:
-    """Return the CTAs of the clusters of the one launch that was measured to be the fastest; 0: split.
-
-    What was measured serves fewer rows of the same kernel, and up to REACH times more or fewer outs.
-    """
-    for _, table in tables_of(device):
-        by_outs = table.products.get(problem.cols, {})
-        apart = {outs: max(outs / problem.outs, problem.outs / outs) for outs in by_outs}
-        for outs in sorted((outs for outs in apart if apart[outs] <= REACH), key=apart.__getitem__):
-            enough = [rows for rows in by_outs[outs] if problem.rows <= rows <= rows_of(problem)]
-            if enough:
-                return by_outs[outs][min(enough)]
-    return 0
-
-
-def describe(problem: LinearProblem, device: Device) -> str:
-    """Say in a sentence what runs."""
-    solution = chosen(problem, device)
-    if solution is not None:
-        return solution.describe()
-    reason = why_not(problem, device) or f"one launch was not measured to win for it on {device.name}"
-    return f"split, the norm's kernel and then the product: {reason}"
-
-
 def rows_of(problem: LinearProblem) -> int:
     """Return how many rows its kernel serves at most; 0 if there is none."""
     return next((most for most in ROWS if problem.rows <= most), 0)
 
 
-def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OneLaunchPlan:
+def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OtherPlan:
     """Return the launch of a problem that need not be split, by the first division that fits unless one is given."""
     division = division or next(divisions(problem, device))
     spec = _spec(problem, division, device)
@@ -276,7 +165,7 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
     pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
     integers = (problem.rows, problem.outs, problem.x_stride, problem.weight_stride)
     step = Step(spec, (clusters * division.cluster, 1, 1), spec.dynamic_shared, pointers, ("eps",), integers)
-    return OneLaunchPlan(Names(tuple(pointer.name for pointer in pointers), ("eps",)), (step,))
+    return OtherPlan(Names(tuple(pointer.name for pointer in pointers), ("eps",)), (step,))
 
 
 def divisions(problem: LinearProblem, device: Device) -> Iterator[Division]:

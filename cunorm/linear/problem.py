@@ -1,11 +1,14 @@
-"""The options of a call of `layer_norm_linear`, and every check and message of its arguments."""
+"""The options of a call of `layer_norm_linear`, its problem, and every check and message of its arguments."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ..call import checks
 from ..call.checks import Layout, NormOptions
 from ..plan.problem import ITEMSIZE
 
@@ -14,6 +17,7 @@ MATRICES = {
     "weight": ("(out, in)", "row"),
     "kernel": ("(in, out)", "column"),
 }  # layout, and what of it meets a row of x
+NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")  # of the arrays of a call
 GRADIENTS = ("dx", "dweight", "dbias", "dln_weight", "dln_bias")
 
 
@@ -29,6 +33,50 @@ class LinearOptions(NamedTuple):
     def of_norm(self, name: str, cols: int | None, returns: Any, dtype: str | None = None) -> NormOptions:
         """Return the options of the norm's own function, such as `layer_norm_forward`; `name` is "forward" then."""
         return NormOptions(f"{self.norm}_{name}", cols, self.zero_centered_gamma, dtype, 0, returns)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """A norm with its product: x (rows, cols) -> y (rows, outs). Strides are in elements, from row to row."""
+
+    norm: str
+    rows: int
+    cols: int
+    outs: int
+    dtype: str
+    ln_weight: str | None = None  # its dtype
+    ln_bias: str | None = None  # its dtype
+    bias: bool = False
+    zero_centered_gamma: bool = False
+    x_stride: int = 0
+    weight_stride: int = 0
+    aligned: bool = True  # every array begins at a multiple of 16 bytes
+
+
+def problem_of(
+    norm: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool, aligned: bool
+) -> LinearProblem | None:
+    """Return the problem of arrays by their NAMES; None where rows do not lie as the kernel reads them."""
+    x, weight = layouts["x"], layouts["weight"]
+    of_x, of_weight = (checks.row_strides(matrix, 1) for matrix in (x, weight))
+    vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
+    if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
+        return None
+    outs, cols = weight.shape
+    return LinearProblem(
+        norm,
+        math.prod(x.shape[:-1]),
+        cols,
+        outs,
+        x.dtype,
+        ln_weight=layouts["ln_weight"].dtype if "ln_weight" in layouts else None,
+        ln_bias=layouts["ln_bias"].dtype if "ln_bias" in layouts else None,
+        bias="bias" in layouts,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=of_x.row,
+        weight_stride=of_weight.row,
+        aligned=aligned,
+    )
 
 
 def op(function: str, normalization: object, ln_bias: object) -> str:

@@ -76,6 +76,7 @@ class NormSpec:
     vectors_per_thread: int = 1  # forward_spread
     unpacked: bool = False  # forward: a thread keeps the values of its row, not the vectors in which they were loaded
     one_row_per_cta: bool = False  # forward: the grid has a CTA for every row
+    lets_next_begin: bool = False  # forward: the kernel after it may begin as soon as every CTA has
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: the kernel's sums are the gradients themselves, not partial sums
     several_blocks: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
@@ -328,6 +329,7 @@ class OtherSpec(ABC):
     file: str  # in kernels_cu
     compute = "float32"
     ctas_per_sm = 1
+    of_one_arch = False  # whether it has instructions that later architectures lack
 
     @property
     @abstractmethod

@@ -21,6 +21,21 @@ class Pointer(NamedTuple):
     offset: int = 0  # bytes
 
 
+class Matrix(NamedTuple):
+    """A matrix in an array, of which a kernel of sm_90 fetches boxes; contiguous rows `stride` elements apart.
+
+    A kernel that is given it has a parameter TensorMap.
+    """
+
+    name: str
+    offset: int  # bytes
+    dtype: str
+    rows: int
+    cols: int
+    stride: int
+    box_rows: int  # of a box of 128 bytes a row
+
+
 class Step(NamedTuple):
     """One launch."""
 
@@ -28,10 +43,26 @@ class Step(NamedTuple):
     grid: tuple[int, int, int]
     dynamic_shared: int  # bytes of shared memory that the launch adds to the kernel's own
     # The kernel's arguments, in the order of its parameters.
-    pointers: tuple[Pointer, ...]
+    pointers: tuple[Pointer | Matrix, ...]
     scalars: tuple[str, ...]
     integers: tuple[int, ...]
     begins_early: bool = False  # it begins before the launch before it ends, for which the kernel waits itself
+
+
+class Names(NamedTuple):
+    """The names of what a call of a plan is given, in this order."""
+
+    pointers: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherPlan:
+    """Launches, in order, that solve another problem than a norm."""
+
+    problem: Names
+    steps: tuple[Step, ...]
+    workspace: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

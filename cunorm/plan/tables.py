@@ -61,6 +61,7 @@ class Launch:
         return replace(spec, shape=spec.shape.in_clusters(self.cluster), **fields)
 
 
+OVERLAPPED, SPLIT = -1, 0  # ways to run a norm with its product
 Algorithm = tuple[int, ...]  # the attributes of an algorithm of cuBLASLt
 Choices = tuple[tuple[float, Launch | None], ...]  # launches by the most rows per SM; None leaves it to the next table
 
@@ -74,8 +75,8 @@ class Table:
     layouts: Mapping[str, Mapping[str, Choices]]
     # The numbers of rows per SM that were measured, by layout and then by shape, whatever won.
     points: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
-    # Of norms with their products, by columns, outs and rows: the CTAs of the clusters of the one launch that was
-    # measured to be the fastest; 0 if two launches were.
+    # Of norms with their products, by columns, outs and rows: what was measured to be the fastest, which is the CTAs of
+    # the clusters of one launch, OVERLAPPED or SPLIT.
     products: Mapping[int, Mapping[int, Mapping[int, int]]] = field(default_factory=dict)
     # Of the products alone, by version of cuBLAS, columns, outs and rows: the configuration of the algorithm that was
     # measured to be the fastest; empty if cuBLASLt's first guess was.
@@ -138,10 +139,10 @@ class Table:
         measured_shapes = {**self.points.get(layout, {}), shape: tuple(points)}
         return replace(self, layouts=layouts, points={**self.points, layout: measured_shapes})
 
-    def with_product(self, cols: int, outs: int, rows: int, ctas: int) -> Table:
+    def with_product(self, cols: int, outs: int, rows: int, way: int) -> Table:
         """Return the table with one more norm with its product measured."""
         by_outs = self.products.get(cols, {})
-        by_rows = {**by_outs.get(outs, {}), rows: ctas}
+        by_rows = {**by_outs.get(outs, {}), rows: way}
         return replace(self, products={**self.products, cols: {**by_outs, outs: by_rows}})
 
     def algorithm(self, cublas: str, cols: int, outs: int, rows: int) -> Algorithm | None:

@@ -128,4 +128,50 @@ DEVICE void multiply_tiles<half>(float (&sums)[4], uint32 a0, uint32 a1, uint32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Matrices in global memory, as the driver describes them (cuTensorMapEncodeTiled).
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// A box of a matrix from global to shared memory; `barrier` counts all of its bytes, also those beyond the matrix, which
+// are zeros.
+DEVICE void tensor_copy(void* to, const TensorMap& map, int column, int row, Barrier& barrier,
+                        unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier.state)), "l"(policy)
+      : "memory");
+}
+
+// Products of a warpgroup, of which the text of a kernel has the instruction for its number of outs:
+// multiply_group(T{}, sums, z, weight, adds): sums(64, outs) (+)= z(64, 16) weight(outs, 16)ᵀ
+// where z and weight are places in shared memory as matrix_in_shared tells them. The lane `row * 4 + part` of the warp w
+// has of sums the columns 2 * part and 2 * part + 1 of each block of 8, of row 16 * w + row, then of the eighth row after.
+// Products run beside the threads, and those that were started together end together.
+
+// Dynamic shared memory for matrices: rows of 128 bytes, of which eight are swizzled within 1024 bytes.
+DEVICE char* shared_matrices() {
+  extern __shared__ __align__(1024) char matrices[];
+  return matrices;
+}
+DEVICE unsigned long long matrix_in_shared(const void* place) {
+  constexpr unsigned long long kUnused = 1ull << 16, kEightRows = 1024, kSwizzled = 1ull << 62;
+  return (shared_address(place) & 0x3ffff) >> 4 | kUnused | kEightRows >> 4 << 32 | kSwizzled;
+}
+DEVICE void start_of_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void end_of_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all that were started together have ended but the last kGroups of them.
+template <int kGroups>
+DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+// Their sums are not read before.
+template <int kGroups, int kCount>
+DEVICE void wait_for_products(float (&sums)[kCount]) {
+  wait_for_products<kGroups>();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 }  // namespace cunorm

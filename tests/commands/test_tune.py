@@ -28,8 +28,8 @@ from cunorm.commands.compilation import Compiled
 from cunorm.commands.search_linear import Way
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
-from cunorm.linear import one_launch
-from cunorm.linear.one_launch import LinearProblem
+from cunorm.linear import plan as linear_plan
+from cunorm.linear.problem import LinearProblem
 from cunorm.plan import backward as backward_rule
 from cunorm.plan import tables
 from cunorm.plan.candidates import candidates
@@ -40,6 +40,7 @@ from cunorm.plan.plan import plan
 from cunorm.plan.problem import RowStrides
 from cunorm.plan.spec import NormSpec, SumSpec
 from cunorm.plan.steps import Plan
+from cunorm.plan.tables import OVERLAPPED
 
 READ = {"CUNORM_TUNE": "1"}
 SHAPE = ("--cols", "4096", "--rows", "16384", "--dtype", "bfloat16")
@@ -288,7 +289,7 @@ def product_of(rows: int) -> LinearProblem:
 
 
 def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, capsys):
-    """One launch was faster only for 8 rows. More than 32 rows are left out, because cuBLASLt is missing."""
+    """One launch was faster only for 8 rows. Many rows are left out, because cuBLASLt is missing."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
 
     def search(problem, gpu, step):
@@ -297,20 +298,20 @@ def test_a_product_is_one_launch_where_that_was_faster(folder, monkeypatch, caps
         return search_linear.FoundLinear(times[0], times[faster], search_linear.Way(4) if faster else None, 3, 0, "")
 
     monkeypatch.setattr(tune, "search_linear", search)
-    assert one_launch.chosen(product_of(8), H100) is None
-    assert main(["tune", *PRODUCT, "--rows", "8", "32", "64"]) == 0
+    assert linear_plan.chosen(product_of(8), H100) is None
+    assert main(["tune", *PRODUCT, "--rows", "8", "32", "512"]) == 0
     (path,) = folder.glob("*.json")
     assert tables.read(path).products == {896: {2688: {8: 4}}}
-    assert one_launch.chosen(product_of(1), H100).steps[0].spec.division.cluster == 4
-    assert one_launch.chosen(product_of(9), H100) is None
+    assert linear_plan.chosen(product_of(1), H100).steps[0].spec.division.cluster == 4
+    assert linear_plan.chosen(product_of(9), H100) is None
     output = capsys.readouterr().out
-    assert "layer_norm_linear bfloat16 64 x 896 -> 2688: left out, it is for up to 32 rows, not 64" in output
+    assert "layer_norm_linear bfloat16 512 x 896 -> 2688: left out, in one launch it is for up to 32 rows" in output
     assert "layer_norm_linear bfloat16 8 x 896 -> 2688: 2000000.00 us, now 1000000.00 us" in output
     assert "1 of 2 launches are faster than before" in output
 
 
 def test_an_algorithm_of_cublas_is_kept_where_it_was_faster(folder, monkeypatch):
-    """For 32 rows the table also says that two launches run; for 512 rows there is no other way."""
+    """For 32 rows the table also says that it is split; for 512 rows there is no other way."""
     times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
     way = search_linear.Way(0, (66, 7, 1))
     monkeypatch.setattr(tune, "why_not", lambda *_: "")
@@ -336,6 +337,7 @@ ONE, OTHER = (66, 7, 1), (66, 8, 1)
         ({1: 0.9, OTHER: 0.7}, 0.001, (OTHER,), Way(1)),
         ({1: 0.99, 2: 1.0, 4: 1.2}, 0.02, (), None),  # ahead by less than the spread
         ({1: 1.1, 2: 1.2, 4: 1.3}, 0.0, (), None),
+        ({1: 0.9, OVERLAPPED: 0.8}, 0.001, (), Way(OVERLAPPED)),
     ],
 )
 def test_a_way_is_better_if_it_is_right_and_ahead_by_more_than_the_spread(monkeypatch, seconds, spread, wrong, better):
@@ -354,11 +356,11 @@ def test_a_way_is_better_if_it_is_right_and_ahead_by_more_than_the_spread(monkey
         def cublas(self):
             return "13.1"
 
-        def two_launches(self, product, index):
+        def split(self, product, index):
             return product
 
-        def one_launch(self, plan, index):
-            return plan.steps[0].spec.division.cluster
+        def planned(self, plan, index):
+            return plan.steps[0].spec.division.cluster if len(plan.steps) == 1 else OVERLAPPED
 
         def numbers(self, way):
             return numpy.array([1.0, 2.1 if way in wrong else 2.0])
@@ -370,7 +372,7 @@ def test_a_way_is_better_if_it_is_right_and_ahead_by_more_than_the_spread(monkey
     monkeypatch.setattr(search_linear, "Arrays", Arrays)
     monkeypatch.setattr(search_linear, "sound", lambda kernels, *_: [*kernels])
     result = search_linear.search_linear(problem, H100)
-    assert (result.better, result.tried) == (better, 5 - len(wrong))
+    assert (result.better, result.tried) == (better, 6 - len(wrong))
     assert (result.best == result.today) == (better is None)
 
 
@@ -571,11 +573,10 @@ def test_on_a_gpu_a_product_is_searched(cache, capsys):
     from cunorm.kernel import device
 
     gpu = device.current(0)
-    if reason := one_launch.why_not(product_of(8), gpu):
+    if reason := linear_plan.why_not(product_of(8), gpu):
         pytest.skip(reason)
     assert main(["tune", *PRODUCT]) == 0
     (path,) = (cache / "tables").glob("*.json")
     assert tables.read(path) is not None
-    divisions = len(list(one_launch.divisions(product_of(8), gpu)))
     (tried,) = re.findall(r"\((\d+) launches tried, 0 spill\)", capsys.readouterr().out)
-    assert int(tried) >= divisions
+    assert int(tried) >= len(linear_plan.ways(product_of(8), gpu))

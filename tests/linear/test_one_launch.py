@@ -1,26 +1,20 @@
-"""Norm and product of few rows in one launch, without a GPU: results, synchronisation, registers, and the table."""
+"""Norm and product of few rows in one launch, without a GPU: results, synchronisation and registers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import cpu_cupy
-import numpy
 import pytest
-from cpu_device import ORDERS, SanitizerError, divided, missing
+from cpu_device import ORDERS, SanitizerError, missing
+from linear_cpu import HopperMachine, arrays, case, check, run
 from nvrtc import needs_nvrtc
-from one_launch_cpu import EPS, HopperMachine, arrays, case, check, gpu, know, run
 
-from cunorm.call.checks import Layout
 from cunorm.commands.compilation import compiler
-from cunorm.kernel.device import H100, KNOWN
+from cunorm.kernel.device import H100
 from cunorm.linear import one_launch
-from cunorm.linear.one_launch import LinearProblem
-from cunorm.linear.problem import LinearOptions
+from cunorm.linear.problem import LinearProblem
 
 needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -173,104 +167,6 @@ def test_no_kernel_spills(rows):
 
 
 PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_stride=4096, weight_stride=4096)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"rows": 33}, "for up to 32 rows, not 33"),
-        ({"dtype": "float32"}, "not float32"),
-        ({"cols": 4092}, "multiples of 8"),
-        ({"outs": 12}, "multiples of 8"),
-        ({"x_stride": 4100}, "a multiple of 16 bytes"),
-        ({"aligned": False}, "a multiple of 16 bytes"),
-        ({"ln_weight": "float64"}, "must not be float64"),
-        ({"cols": 40000}, "no more than one CTA"),
-        ({"cols": 8}, "more than one thread"),
-    ],
-)
-def test_what_is_split(changes, reason):
-    problem = replace(PROBLEM, **changes)
-    why = one_launch.why_not(problem, H100)
-    assert reason in why if reason else not why
-    assert "sm_80" in one_launch.why_not(PROBLEM, KNOWN[80])
-
-
-def test_the_table_decides(monkeypatch):
-    assert one_launch.describe(PROBLEM, KNOWN[80]).startswith("split")
-    know(monkeypatch, H100.sms, {4096: {12288: {16: 2}, 14336: {16: 0}}})
-    chosen = one_launch.chosen(PROBLEM, H100)
-    assert chosen is not None
-    assert chosen.steps[0].grid == (132, 1, 1)
-    assert one_launch.describe(PROBLEM, H100).startswith("one launch: one_launch of layer_norm, 4096 cols")
-    for changes in ({"rows": 17}, {"cols": 4104}, {"outs": 24576}, {"dtype": "float32"}, {"rows": 8}):
-        assert one_launch.chosen(replace(PROBLEM, **changes), H100) is None
-    assert one_launch.chosen(replace(PROBLEM, rows=9, outs=11264), H100) is not None
-    assert one_launch.chosen(replace(PROBLEM, outs=13824), H100) is None, "nearer to one that is split"
-    assert one_launch.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
-    one_launch.chosen.cache_clear()
-
-
-@needs_machine
-@pytest.mark.parametrize("shape", [(3,), (1, 2)])
-def test_cupy_arrays(monkeypatch, shape):
-    """CuPy arrays take one launch if the table has the product. y and statistics get their shapes from x."""
-    pytest.importorskip("cupy", exc_type=ImportError)
-    from cunorm.linear import one_launch_cupy
-
-    run_case = case(math.prod(shape), 768, 136, 1, 4, x_stride=776)
-    given = arrays(run_case)
-    made: dict[int, numpy.ndarray] = {}
-
-    def new(shape: tuple[int, ...], dtype: Any) -> Any:
-        return keep(cpu_cupy.Array(shape, dtype))
-
-    def keep(array: Any) -> Any:
-        made[array.data.ptr] = array
-        return array
-
-    class Runs:
-        @staticmethod
-        def run(plan, device_id, stream, arguments):
-            pointers, scalars = divided(plan, arguments)
-            HopperMachine().run(plan, scalars, **{name: made.get(pointer) for name, pointer in pointers.items()})
-
-    cupy = SimpleNamespace(ndarray=new, cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0)))
-    gpus = SimpleNamespace(current=lambda _: gpu(run_case.sms))
-    for name, part in {"cupy": cupy, "launch": Runs, "device": gpus}.items():
-        monkeypatch.setattr(one_launch_cupy, name, part)
-    know(monkeypatch, run_case.sms, {768: {136: {8: 1}}})
-    of_call = [keep(cpu_cupy.asarray(operand)) for operand in given]
-    of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
-    named = zip(one_launch.NAMES, of_call, strict=True)
-    layouts = tuple((name, layout(operand)) for name, operand in named)
-    forget()
-    try:
-        options = LinearOptions("test", "layer_norm", EPS, zero_centered_gamma=False, statistics=True)
-        results = one_launch_cupy.forward(options, dict(zip(one_launch.NAMES, of_call, strict=True)), layouts)
-    finally:
-        forget()
-    assert results is not None
-    y, mean, rstd = results
-    expected = run(HopperMachine(), run_case, given)
-    shapes = ((*shape, 136), shape, shape)
-    for actual, expected_array, result_shape in zip(
-        (y, mean, rstd), (expected.y, expected.mean, expected.rstd), shapes, strict=True
-    ):
-        assert actual.shape == result_shape
-        assert (actual.reshape(expected_array.shape) == expected_array).all()
-
-
-def forget() -> None:
-    from cunorm.linear import one_launch_cupy
-
-    one_launch.chosen.cache_clear()
-    one_launch_cupy._chosen.cache_clear()
-
-
-def layout(array: Any) -> Layout:
-    return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")
 
 
 def test_divisions_cover_every_column_and_fit():

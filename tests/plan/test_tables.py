@@ -338,9 +338,9 @@ def test_a_table_that_was_written_is_read_as_it_was(path, tmp_path):
     table = tables.read(path) or pytest.fail("cannot be read")
     spec = rows_of(problem("forward", 16384, 4096, "bfloat16"))
     point = table.with_point("a layout", spec, 12.5, Launch("forward", stages=2))
-    one_launch = table.with_product(768, 2304, 8, 1).with_product(768, 2304, 16, 0)
+    product = table.with_product(768, 2304, 8, 1).with_product(768, 2304, 64, tables.OVERLAPPED)
     algorithm = table.with_algorithm("13.1", 768, 2304, 512, (66, 7)).with_algorithm("13.1", 768, 2304, 64, ())
-    for changed in (table, point, one_launch, algorithm):
+    for changed in (table, point, product, algorithm):
         tables.write(tmp_path / "again.json", changed)
         assert tables.read(tmp_path / "again.json") == changed
     tables.write(tmp_path / "again.json", table)

@@ -197,12 +197,12 @@ LAYERS = (
     {"plan.plan", "linear.gemm"},
     {"call.recipe"},
     {"kernel.text"},
-    {"linear.float8_spec", "linear.one_launch", "kernel.call"},
-    {"kernel.source", "linear.float8_plan"},
+    {"linear.float8_spec", "linear.one_launch", "linear.overlapped", "kernel.call"},
+    {"kernel.source", "linear.float8_plan", "linear.plan"},
     {"kernel.compile"},
     {"kernel.launch"},
     {"call.numpy", "call.cupy", "call.dlpack"},
-    {"linear.one_launch_cupy"},
+    {"linear.planned_cupy"},
     {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
     {"functions", "norm_add_norm", "linear.api"},
     {"fusion"},
@@ -210,7 +210,7 @@ LAYERS = (
 )
 PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # These modules import CuPy when they are imported.
-AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.gemm", "linear.one_launch_cupy"}
+AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.gemm", "linear.planned_cupy"}
 FOR_ADAPTERS = {
     "",  # the functions that users call
     "logs",
@@ -239,7 +239,7 @@ FOR_ADAPTERS = {
     "plan.plan",
     "plan.steps",
     "linear.gemm",
-    "linear.one_launch",
+    "linear.plan",
     "linear.problem",
     "linear.float8_spec",
     "linear.float8_plan",

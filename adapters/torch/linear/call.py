@@ -27,8 +27,8 @@ from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
-from .one_launch import of_inputs
 from .parallel import ALONE, Ranks
+from .planned import of_inputs
 from .product import has_algorithm
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     differentiated: bool
     recipe: Any  # of the norm; None if each call looks for it again
     compiled: nodes.Call | None = None  # serves such a call in C++ (_compiled_call)
-    one_launch: Callable[[Inputs], Tensor | None] | None = None  # serves few rows without gradients
+    planned: Callable[[Inputs], Tensor | None] | None = None  # serves few rows without gradients
 
 
 NOTHING_GIVEN = Given()
@@ -122,7 +122,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
             if differentiated:
                 nodes.build_in_background()
             if not differentiated and step.returned == NOTHING:
-                call = call._replace(one_launch=of_inputs(inputs, step))
+                call = call._replace(planned=of_inputs(inputs, step))
             call = call._replace(compiled=_compiled_call(step, recipe, inputs))
         tensors = tuple(tensor for tensor in inputs if tensor is not None)
         repeats.remember_call(_key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
@@ -150,10 +150,10 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """Run `norm_linear` of tensors that are checked or known."""
-    step, wanted, differentiated, recipe, compiled, one_launch = call
+    step, wanted, differentiated, recipe, compiled, planned = call
     parallel, _, fp8_output, sink, wants_statistics = given
-    if one_launch is not None and not wants_statistics and not fp8_output:
-        y = one_launch(inputs)
+    if planned is not None and not wants_statistics and not fp8_output:
+        y = planned(inputs)
         if y is not None:
             return y, None, None
     if compiled is not None:

@@ -24,7 +24,6 @@ from torch.nn import functional as F  # noqa: N812
 from ...call.store import NAMES
 from ...kernel import launch
 from ...linear.float8_plan import (
-    CastPlan,
     ColumnsProblem,
     ProductProblem,
     RowsProblem,
@@ -35,6 +34,7 @@ from ...linear.float8_plan import (
 from ...linear.float8_spec import padded
 from ...operation import NAMED
 from ...plan.problem import E4M3, FLOAT8, ITEMSIZE
+from ...plan.steps import OtherPlan
 from ..norm import checks, formulas, gpu, repeats
 from ..norm.float8 import bound, power_of_2, rounded, scaling
 from ..private import scaled_mm
@@ -44,7 +44,7 @@ STEP = 16  # a product sums in steps of so many numbers
 
 LARGEST = {short: FLOAT8[name] for short, name in NAMES.items()}
 DTYPES = {short: getattr(torch, name) for short, name in NAMES.items()}
-_plans: dict[Hashable, CastPlan] = {}
+_plans: dict[Hashable, OtherPlan] = {}
 
 
 def cast_rows(
@@ -263,7 +263,7 @@ def _largest(wide: Tensor, axis: int) -> Tensor:
     return wide.abs().amax(axis)
 
 
-def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
+def _plan(plan_of: Callable[..., OtherPlan], problem: Any, tensor: Tensor, key: Hashable) -> OtherPlan:
     return repeats.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
 
 

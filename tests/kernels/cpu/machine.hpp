@@ -28,6 +28,7 @@ struct Fiber {
   const char* waits_for = "";
   std::uint32_t step = 0;  // shuffles, barriers and waits passed
   bool done = false;
+  bool has_waited_for_kernel_before = false;
   std::deque<Copy> copies;
   unsigned groups = 0;  // of copies, committed
 };

@@ -250,8 +250,8 @@ inline void barrier(int id, int threads) {
   cpu::barrier(id, threads);
 }
 
-// The machine runs one launch after the other.
-inline void wait_for_kernel_before() {}
+// The machine runs one launch after the other, but notes who has waited.
+inline void wait_for_kernel_before() { cpu::wait_for_kernel_before(); }
 inline void next_kernel_may_begin() {}
 
 inline int cluster_rank() { return cpu::cluster_rank(); }

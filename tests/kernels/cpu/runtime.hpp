@@ -51,6 +51,8 @@ void shuffle_down(void* value, int bytes);
 void shuffle_from(void* value, int bytes, int lane);
 int cluster_rank();
 void cluster_start();
+void wait_for_kernel_before();
+bool has_waited_for_kernel_before();  // this thread
 
 // Whether a byte of global memory belongs to an array, as far as AddressSanitizer can tell.
 bool in_array(const void* byte);

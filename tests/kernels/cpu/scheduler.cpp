@@ -54,7 +54,7 @@ namespace {
 
 constexpr std::size_t kGuard = 4096;
 constexpr std::size_t kStack = 256 << 10;
-constexpr std::size_t kSharedAlignment = 128;  // as memory.cuh of kernels_cu asks for
+constexpr std::size_t kMatrixAlignment = 1024;  // the largest that kernels_cu asks for
 constexpr int kPoison = 0xff;                  // a byte of NaN in every format: what nobody wrote shows in the results
 
 // AddressSanitizer has to know on which stack the program is.
@@ -109,6 +109,7 @@ void start(Fiber& which, unsigned thread) {
   which.thread = thread;
   which.step = 0;
   which.done = false;
+  which.has_waited_for_kernel_before = false;
   which.copies.clear();
   which.groups = 0;
   // As cpu_switch_stacks leaves a stack: six registers, where to go on, and a return address that is never used.
@@ -161,7 +162,7 @@ void start(Cta& which, Index block, int rank) {
   std::fill_n(which.shared, shared_bytes, static_cast<char>(kPoison));
   // Of its exact size, so that AddressSanitizer sees a byte too far.
   void* dynamic = nullptr;
-  if (launch.dynamic_shared > 0 && posix_memalign(&dynamic, kSharedAlignment, launch.dynamic_shared) != 0) std::abort();
+  if (launch.dynamic_shared > 0 && posix_memalign(&dynamic, kMatrixAlignment, launch.dynamic_shared) != 0) std::abort();
   which.dynamic_shared.reset(static_cast<char*>(dynamic));
   std::fill_n(which.dynamic_shared.get(), launch.dynamic_shared, static_cast<char>(kPoison));
   which.warps.assign(launch.threads / 32, Warp());

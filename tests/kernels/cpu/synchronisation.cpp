@@ -117,6 +117,9 @@ bool in_array([[maybe_unused]] const void* byte) {
 #endif
 }
 
+void wait_for_kernel_before() { fiber->has_waited_for_kernel_before = true; }
+bool has_waited_for_kernel_before() { return fiber->has_waited_for_kernel_before; }
+
 char* dynamic_shared() { return cta->dynamic_shared.get(); }
 
 void copy_start(void* to, const void* bytes, std::size_t size) {

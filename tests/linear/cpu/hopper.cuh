@@ -1,8 +1,11 @@
-// kernels_cu/linear/hopper.cuh on a CPU: the same names. Bulk copies come when somebody waits for them, no sooner; in
-// the meantime their place holds NaN.
+// kernels_cu/linear/hopper.cuh on a CPU: the same names. Copies come when somebody waits for them, no sooner; in the
+// meantime their place holds NaN. Products of a warpgroup read shared memory when their thread waits for them.
 #pragma once
+#include <array>
 #include <bit>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -107,20 +110,116 @@ unsigned long long cache_policy() {
   return 0;
 }
 
+inline void start_copy(void* to, std::vector<char> bytes, Barrier& barrier) {
+  cpu::note_access(*cpu::cta, to, bytes.size(), true);
+  std::memset(to, 0xff, bytes.size());
+  cpu::note_copy(to, bytes.size(), true);
+  Barrier::Phase& phase = Barrier::of(&barrier);
+  phase.copies.push_back({to, std::move(bytes)});
+  cpu::races.release(cpu::this_warp(), phase.arriving);  // who waits for the bytes waits for this write
+  ++cpu::progress;
+}
+
 inline void bulk_copy(void* to, const void* from, int bytes, Barrier& barrier, unsigned long long) {
   if (reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16 ||
       bytes <= 0)
     cpu::fail("a bulk copy of what is no multiple of 16 bytes");
   const char* begin = static_cast<const char*>(from);
-  Barrier::Copy copy{to, std::vector<char>(static_cast<std::size_t>(bytes))};
-  for (int i = 0; i < bytes; ++i) copy.bytes[static_cast<std::size_t>(i)] = begin[i];
-  cpu::note_access(*cpu::cta, to, static_cast<std::size_t>(bytes), true);
-  std::memset(to, 0xff, static_cast<std::size_t>(bytes));
-  cpu::note_copy(to, static_cast<std::size_t>(bytes), true);
-  Barrier::Phase& phase = Barrier::of(&barrier);
-  phase.copies.push_back(std::move(copy));
-  cpu::races.release(cpu::this_warp(), phase.arriving);  // who waits for the bytes waits for this write
-  ++cpu::progress;
+  std::vector<char> brought(static_cast<std::size_t>(bytes));
+  for (int i = 0; i < bytes; ++i) brought[static_cast<std::size_t>(i)] = begin[i];
+  start_copy(to, std::move(brought), barrier);
+}
+
+// A matrix, of which boxes are `box_rows` rows of 128 bytes. If it is `late`, the kernel before makes it.
+struct TensorMap {
+  const char* begin;
+  int64 rows, cols, stride, box_rows;
+  bool late;
+};
+// The argument of a launch: the rest is in its type.
+template <int64 kRows, int64 kCols, int64 kStride, int64 kBoxRows, bool kLate>
+struct TensorMapOf {
+  const char* begin;
+  operator TensorMap() const { return {begin, kRows, kCols, kStride, kBoxRows, kLate}; }
+};
+
+constexpr std::size_t kBoxBytes = 128, kSwizzledBytes = 1024, kChunk = 16;
+// Where 16 bytes of swizzled rows are, of which `offset` counts from a multiple of 1024 bytes.
+inline std::size_t swizzled(std::size_t offset) { return offset ^ (offset / kBoxBytes % 8 * kChunk); }
+
+inline void tensor_copy(void* to, const TensorMap& map, int column, int row, Barrier& barrier, unsigned long long) {
+  if (map.late && !cpu::has_waited_for_kernel_before()) cpu::fail("what the kernel before makes is read too early");
+  if ((static_cast<char*>(to) - cpu::dynamic_shared()) % kSwizzledBytes) cpu::fail("a box is not at 1024 bytes");
+  std::vector<char> brought(static_cast<std::size_t>(map.box_rows) * kBoxBytes);
+  for (int64 i = 0; i < map.box_rows; ++i) {
+    for (std::size_t byte = 0; byte < kBoxBytes; ++byte) {
+      const int64 from_row = row + i, from_column = column + static_cast<int64>(byte / 2);
+      const bool there = from_row < map.rows && from_column < map.cols;
+      const std::size_t place = static_cast<std::size_t>(i) * kBoxBytes + byte;
+      brought[swizzled(place / kChunk * kChunk) + byte % kChunk] =
+          there ? map.begin[2 * (from_row * map.stride + column) + static_cast<int64>(byte)] : 0;
+    }
+  }
+  start_copy(to, std::move(brought), barrier);
+}
+
+inline char* shared_matrices() { return cpu::dynamic_shared(); }
+inline unsigned long long matrix_in_shared(const void* place) { return reinterpret_cast<unsigned long long>(place); }
+
+// Products of a thread that are under way, by the groups that were started together.
+using Products = std::vector<std::function<void()>>;
+inline std::map<const void*, std::deque<Products>> under_way;  // by fiber
+inline void start_of_products() {
+  auto& groups = under_way[cpu::fiber];
+  if (groups.empty()) groups.emplace_back();
+}
+inline void end_of_products() { under_way[cpu::fiber].emplace_back(); }  // the last group is not ended yet
+template <int kGroups>
+void wait_for_products() {
+  auto& groups = under_way[cpu::fiber];
+  for (; groups.size() > kGroups + 1; groups.pop_front()) {
+    for (const auto& product : groups.front()) product();
+  }
+  warp_barrier();  // lanes wait together
+}
+template <int kGroups, int kCount>
+void wait_for_products(float (&)[kCount]) {
+  wait_for_products<kGroups>();
+}
+
+// 16 numbers of a row of a matrix in shared memory.
+template <class T>
+std::array<float, 16> in_shared(unsigned long long matrix, std::size_t row) {
+  char* const base = cpu::dynamic_shared();
+  const std::size_t offset = static_cast<std::size_t>(reinterpret_cast<char*>(matrix) - base) + row * kBoxBytes;
+  std::array<float, 16> numbers;
+  for (std::size_t chunk = 0; chunk < 2; ++chunk) {
+    const char* const at = base + swizzled(offset + chunk * kChunk);
+    cpu::note_access(*cpu::cta, at, kChunk, false);
+    uint16 bits[8];
+    std::memcpy(bits, at, kChunk);
+    for (std::size_t i = 0; i < 8; ++i) numbers[8 * chunk + i] = T::decode_low(bits[i]);
+  }
+  return numbers;
+}
+
+template <class T, int kCount>
+void multiply_group(T, float (&sums)[kCount], unsigned long long z, unsigned long long weight, int adds) {
+  under_way[cpu::fiber].back().push_back([&sums, z, weight, adds] {
+    const std::size_t thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+    const std::array<float, 16> rows[] = {in_shared<T>(z, row), in_shared<T>(z, row + 8)};
+    for (std::size_t i = 0; i < kCount; i += 4) {
+      for (std::size_t side = 0; side < 2; ++side) {
+        const auto out = in_shared<T>(weight, i / 4 * 8 + lane % 4 * 2 + side);
+        for (std::size_t half = 0; half < 2; ++half) {
+          float& sum = sums[i + 2 * half + side];
+          double total = adds ? sum : 0;
+          for (std::size_t k = 0; k < 16; ++k) total += static_cast<double>(rows[half][k]) * out[k];
+          sum = static_cast<float>(total);
+        }
+      }
+    }
+  });
 }
 
 // Of every warp of the cluster: lanes bring theirs, meet, and read those of others.

@@ -1,26 +1,28 @@
-"""torch's calls without gradients run the norm and the product of few rows in one launch."""
+"""torch's calls without gradients run the norm and the product of few rows by the plan that a table names."""
 
 from __future__ import annotations
 
 import numpy
 import pytest
 from cpu_device import divided, missing
-from one_launch_cpu import EPS, HopperMachine, arrays, case, gpu, know, run
+from linear_cpu import EPS, HopperMachine, arrays, case, gpu, know, run
 
 torch = pytest.importorskip("torch")
 
 import torch_stand_in  # noqa: E402
 
-from cunorm.linear import one_launch as rules  # noqa: E402
+from cunorm.linear import plan as linear_plan  # noqa: E402
+from cunorm.plan.tables import OVERLAPPED  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import one_launch  # noqa: E402
+from cunorm.torch.linear import planned  # noqa: E402
 from cunorm.torch.norm import gpu as torch_gpu  # noqa: E402
 
 OF = case(3, 768, 136, 1, 4, dtype="float16", ln_weight="float32", ln_bias="float32")
+KERNELS = {1: ["one_launch"], OVERLAPPED: ["forward_spread", "product"]}
 
 
-@pytest.fixture
-def launched(monkeypatch):
+@pytest.fixture(params=[1])
+def launched(monkeypatch, request):
     """Return the memory that kernels may use and the names of those that ran, for a GPU whose table has the product."""
     if missing():
         pytest.skip(missing())
@@ -36,17 +38,18 @@ def launched(monkeypatch):
 
     class Runs:
         @staticmethod
-        def run(plan, device_id, stream, arguments):
+        def run(plan, device_id, stream, arguments, workspace):
+            assert (workspace == 0) == (plan.workspace == 0)
             pointers, scalars = divided(plan, arguments)
             names.extend(step.spec.kernel for step in plan.steps)
             HopperMachine().run(plan, scalars, **{name: memory.get(pointer) for name, pointer in pointers.items()})
 
     monkeypatch.setattr(torch_gpu, "empty", known_empty)
     monkeypatch.setattr(torch_gpu, "properties_of", lambda *_: gpu(OF.sms))
-    monkeypatch.setattr(one_launch, "launch", Runs)
-    know(monkeypatch, OF.sms, {768: {136: {8: 1}}})
+    monkeypatch.setattr(planned, "launch", Runs)
+    know(monkeypatch, OF.sms, {768: {136: {8: request.param}}})
     yield memory, names
-    rules.chosen.cache_clear()
+    linear_plan.chosen.cache_clear()
 
 
 def tensors(memory):
@@ -60,14 +63,15 @@ def call(x, weight, bias, ln_weight, ln_bias, **options):
     return layer_norm_linear(x, weight, bias, ln_weight, ln_bias, EPS, **options)
 
 
-def test_a_call_without_gradients_is_one_launch(launched):
-    """A first call and a repeated one have the bits of the kernel."""
+@pytest.mark.parametrize(("launched", "way"), [(way, way) for way in KERNELS], indirect=["launched"])
+def test_a_call_without_gradients_runs_as_the_table_says(launched, way):
+    """A first call and a repeated one have the bits of the kernels."""
     memory, names = launched
     given = tensors(memory)
-    expected = run(HopperMachine(), OF, arrays(OF)).y
+    expected = run(HopperMachine(), OF._replace(cluster=max(way, 0)), arrays(OF)).y
     for count in (1, 2):
         y = call(*given)
-        assert names == ["one_launch"] * count
+        assert names == KERNELS[way] * count
         assert (y.numpy() == expected).all()
 
 

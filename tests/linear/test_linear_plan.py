@@ -1,0 +1,144 @@
+"""How a norm with its product runs: what is split, what a table decides, and calls of CuPy arrays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import cpu_cupy
+import numpy
+import pytest
+from cpu_device import divided, missing
+from linear_cpu import EPS, HopperMachine, arrays, case, gpu, know, run
+
+from cunorm.call.checks import Layout
+from cunorm.kernel.device import H100, KNOWN
+from cunorm.linear import plan
+from cunorm.linear.problem import NAMES, LinearOptions, LinearProblem
+from cunorm.plan.tables import OVERLAPPED
+
+PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_stride=4096, weight_stride=4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"rows": 33}, ""),
+        ({"rows": 193}, "for up to 32 rows, not 193; overlapped it is for up to 192 rows, not 193"),
+        ({"dtype": "float32"}, "not float32"),
+        ({"cols": 4092}, "multiples of 8"),
+        ({"outs": 12}, "multiples of 8"),
+        ({"x_stride": 4100}, "a multiple of 16 bytes"),
+        ({"aligned": False}, "a multiple of 16 bytes"),
+        ({"ln_weight": "float64"}, ""),
+        ({"rows": 0}, "rows, not 0"),
+        ({"outs": 132 * 256 + 8}, ""),
+        ({"outs": 132 * 256 + 8, "rows": 33}, "for up to 33792 outs of 33 rows, not 33800"),
+    ],
+)
+def test_what_is_split(changes, reason):
+    problem = replace(PROBLEM, **changes)
+    why = plan.why_not(problem, H100)
+    assert reason in why if reason else not why
+    assert "sm_80" in plan.why_not(PROBLEM, KNOWN[80])
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, {2, 4, 8, OVERLAPPED}),
+        ({"ln_weight": "float64"}, {OVERLAPPED}),
+        ({"rows": 33}, {OVERLAPPED}),
+        ({"rows": 193}, set()),
+        ({"outs": 132 * 256 + 8}, {2, 4, 8}),
+        ({"cols": 40000, "x_stride": 40000, "weight_stride": 40000}, {OVERLAPPED}),  # a row is too long for one CTA
+        ({"cols": 8, "x_stride": 8, "weight_stride": 8}, {OVERLAPPED}),  # of one thread
+    ],
+)
+def test_ways(changes, ways):
+    assert set(plan.ways(replace(PROBLEM, **changes), H100)) == ways
+
+
+def test_the_table_decides(monkeypatch):
+    assert plan.describe(PROBLEM, KNOWN[80]).startswith("split")
+    know(monkeypatch, H100.sms, {4096: {12288: {16: 2, 64: OVERLAPPED}, 14336: {16: 0}}})
+    chosen = plan.chosen(PROBLEM, H100)
+    assert chosen is not None
+    assert chosen.steps[0].grid == (132, 1, 1)
+    assert plan.describe(PROBLEM, H100).startswith("one launch: one_launch of layer_norm, 4096 cols")
+    several = plan.chosen(replace(PROBLEM, rows=33), H100)
+    assert several is not None
+    assert [step.begins_early for step in several.steps] == [False, True]
+    assert several.workspace == 33 * 4096 * 2
+    assert plan.describe(replace(PROBLEM, rows=33), H100).startswith("overlapped: forward layer_norm, 4096 cols")
+    for changes in ({"rows": 17}, {"rows": 65}, {"cols": 4104}, {"outs": 24576}, {"dtype": "float32"}, {"rows": 8}):
+        assert plan.chosen(replace(PROBLEM, **changes), H100) is None
+    assert plan.chosen(replace(PROBLEM, rows=9, outs=11264), H100) is not None
+    assert plan.chosen(replace(PROBLEM, outs=13824), H100) is None, "nearer to one that is split"
+    assert plan.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
+    plan.chosen.cache_clear()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(("shape", "way"), [((3,), 1), ((1, 2), 1), ((1, 2), OVERLAPPED)])
+def test_cupy_arrays(monkeypatch, shape, way):
+    """CuPy arrays run as the table says. y and statistics get their shapes from x."""
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from cunorm.linear import planned_cupy
+
+    run_case = case(math.prod(shape), 768, 136, max(way, 0), 4, x_stride=776)
+    given = arrays(run_case)
+    made: dict[int, numpy.ndarray] = {}
+
+    def new(shape: tuple[int, ...], dtype: Any) -> Any:
+        return keep(cpu_cupy.Array(shape, dtype))
+
+    def keep(array: Any) -> Any:
+        made[array.data.ptr] = array
+        return array
+
+    class Runs:
+        @staticmethod
+        def run(plan, device_id, stream, arguments, workspace):
+            assert plan.workspace == (made[workspace].nbytes if workspace else 0)
+            pointers, scalars = divided(plan, arguments)
+            HopperMachine().run(plan, scalars, **{name: made.get(pointer) for name, pointer in pointers.items()})
+
+    cupy = SimpleNamespace(ndarray=new, cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0)))
+    gpus = SimpleNamespace(current=lambda _: gpu(run_case.sms))
+    for name, part in {"cupy": cupy, "launch": Runs, "device": gpus}.items():
+        monkeypatch.setattr(planned_cupy, name, part)
+    know(monkeypatch, run_case.sms, {768: {136: {8: way}}})
+    of_call = [keep(cpu_cupy.asarray(operand)) for operand in given]
+    of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
+    named = zip(NAMES, of_call, strict=True)
+    layouts = tuple((name, layout(operand)) for name, operand in named)
+    forget()
+    try:
+        options = LinearOptions("test", "layer_norm", EPS, zero_centered_gamma=False, statistics=True)
+        results = planned_cupy.forward(options, dict(zip(NAMES, of_call, strict=True)), layouts)
+    finally:
+        forget()
+    assert results is not None
+    y, mean, rstd = results
+    expected = run(HopperMachine(), run_case, given)
+    shapes = ((*shape, 136), shape, shape)
+    for actual, expected_array, result_shape in zip(
+        (y, mean, rstd), (expected.y, expected.mean, expected.rstd), shapes, strict=True
+    ):
+        assert actual.shape == result_shape
+        assert (actual.reshape(expected_array.shape) == expected_array).all()
+
+
+def forget() -> None:
+    from cunorm.linear import planned_cupy
+
+    plan.chosen.cache_clear()
+    planned_cupy._chosen.cache_clear()
+
+
+def layout(array: Any) -> Layout:
+    return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")
