@@ -110,6 +110,11 @@ def _rows_of(problem: LinearProblem) -> int:
     return next(most for most in ROWS if problem.rows <= most)
 
 
+def outs_of_cta(problem: LinearProblem, device: Device) -> int:
+    """Return the outs of a CTA, so that every SM has one."""
+    return ceil_div(ceil_div(problem.outs, device.sms), OUTS) * OUTS
+
+
 def plan(problem: LinearProblem, device: Device) -> OtherPlan:
     """Return the launches of a problem of which nothing says why not."""
     given = (problem.norm, "forward", problem.rows, problem.cols, problem.dtype, problem.ln_weight, problem.ln_bias)
@@ -129,7 +134,7 @@ def plan(problem: LinearProblem, device: Device) -> OtherPlan:
 
 def _product(problem: LinearProblem, device: Device) -> Step:
     rows = _rows_of(problem)
-    outs = ceil_div(ceil_div(problem.outs, device.sms), OUTS) * OUTS
+    outs = outs_of_cta(problem, device)
     stage_bytes = (rows + outs) * STAGE_COLUMNS * ITEMSIZE[problem.dtype]
     stages = min(MOST_STAGES, RING_BYTES // stage_bytes, ceil_div(problem.cols, STAGE_COLUMNS))
     spec = Product(problem.dtype, rows, outs, stages, min(AHEAD, stages), problem.bias)

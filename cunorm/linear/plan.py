@@ -1,14 +1,16 @@
-"""How a norm with its product runs: one launch, overlapped or split, by a table of measurements.
+"""How a norm with its product runs: one launch, overlapped or split, by a table of measurements, else by a rule.
 
-The functions are pure and import no GPU library. Where no measurement says that something else wins, the norm's kernel
-and cuBLASLt's product run one after the other (split).
+The functions are pure and import no GPU library. Where nothing says that something else wins, the norm's kernel and
+cuBLASLt's product run one after the other (split).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
 from ..kernel.device import Device
+from ..plan.problem import ITEMSIZE
 from ..plan.steps import OtherPlan
 from ..plan.tables import OVERLAPPED, REACH, SPLIT, tables_of
 from . import one_launch, overlapped
@@ -18,12 +20,24 @@ ROWS = (*one_launch.ROWS, *overlapped.ROWS)  # what was measured serves up to so
 DTYPES = ("float16", "bfloat16")
 VECTOR_COLS = 8  # the columns of a vector of 16 bits
 
+# The rule, from 210 layers on an H100 (docs/tuning.md).
+MOST_BANDWIDTH = 28  # GB/s per SM, in which an H100 has 25 and an H200 36
+MOST_ROWS_AT_ONCE = 8  # one launch wins for so many rows of any layer,
+ROWS_OF_LONG_ONES, LONG_ROW = 16, 2048  # and for so many rows of so many columns.
+ALONE_BYTES = 28 << 10  # more of x is divided among CTAs
+FEW_COLUMNS = 1024  # overlapped launches win for so many columns,
+LEAST_OUTS = {8: 24, 16: 24, 32: 24, 64: 24, 128: 32, 192: 48}  # and for so many outs a CTA, by ROWS;
+MOST_OUTS = 192  # never for more.
+
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem, device: Device) -> OtherPlan | None:
-    """Return the launches that were measured to be faster than split; None: split."""
-    way = _measured(problem, device)
-    return None if way == SPLIT else ways(problem, device).get(way)
+    """Return the launches that are faster than split; None: split."""
+    measured = _measured(problem, device)
+    if measured == SPLIT:
+        return None
+    plans = ways(problem, device)
+    return plans.get(_expected(problem, device, plans) if measured is None else measured)
 
 
 def ways(problem: LinearProblem, device: Device) -> dict[int, OtherPlan]:
@@ -60,8 +74,8 @@ def _why_not(problem: LinearProblem, device: Device) -> str:
     return ""
 
 
-def _measured(problem: LinearProblem, device: Device) -> int:
-    """Return what was measured to be the fastest.
+def _measured(problem: LinearProblem, device: Device) -> int | None:
+    """Return what was measured to be the fastest; None if nothing like it was measured.
 
     It serves fewer rows of the same entry of ROWS, and up to REACH times more or fewer outs.
     """
@@ -73,7 +87,22 @@ def _measured(problem: LinearProblem, device: Device) -> int:
             enough = [rows for rows in by_outs[outs] if problem.rows <= rows <= most]
             if enough:
                 return by_outs[outs][min(enough)]
-    return SPLIT
+    return None
+
+
+def _expected(problem: LinearProblem, device: Device, plans: Collection[int]) -> int:
+    """Return which of the plans wins by the rule, else SPLIT."""
+    rows, one_launches = rows_of(problem), sorted(way for way in plans if way > SPLIT)
+    if device.bandwidth / device.sms > MOST_BANDWIDTH:
+        return SPLIT
+    if one_launches and (rows <= MOST_ROWS_AT_ONCE or (rows <= ROWS_OF_LONG_ONES and problem.cols >= LONG_ROW)):
+        divided = rows * problem.cols * ITEMSIZE[problem.dtype] > ALONE_BYTES
+        return next((ctas for ctas in one_launches if ctas > 1), SPLIT) if divided else one_launches[0]
+    if OVERLAPPED not in plans:
+        return SPLIT
+    outs = overlapped.outs_of_cta(problem, device)
+    wins = (problem.cols <= FEW_COLUMNS or outs >= LEAST_OUTS[rows]) and outs <= MOST_OUTS
+    return OVERLAPPED if wins else SPLIT
 
 
 def rows_of(problem: LinearProblem) -> int:
@@ -85,7 +114,7 @@ def describe(problem: LinearProblem, device: Device) -> str:
     """Say in a sentence what runs."""
     solution = chosen(problem, device)
     if solution is None:
-        reason = why_not(problem, device) or f"nothing else was measured to win for it on {device.name}"
+        reason = why_not(problem, device) or f"nothing else is known to win for it on {device.name}"
         return f"split, the norm's kernel and then the product: {reason}"
     launches = [
         f"{step.spec}, grid {step.grid[0]}, {step.dynamic_shared} bytes of shared memory" for step in solution.steps

@@ -11,12 +11,14 @@ import cpu_cupy
 import numpy
 import pytest
 from cpu_device import divided, missing
-from linear_cpu import EPS, HopperMachine, arrays, case, gpu, know, run
+from linear_cpu import EPS, HopperMachine, arrays, case, check_product, gpu, know, run
 
 from cunorm.call.checks import Layout
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.linear import plan
 from cunorm.linear.problem import NAMES, LinearOptions, LinearProblem
+from cunorm.plan.plain_problems import plain
+from cunorm.plan.plan import plan as norm_plan
 from cunorm.plan.tables import OVERLAPPED
 
 PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_stride=4096, weight_stride=4096)
@@ -142,3 +144,60 @@ def forget() -> None:
 
 def layout(array: Any) -> Layout:
     return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")
+
+
+ON_A_GPU = {
+    "one row, the mean far away": LinearProblem("layer_norm", 1, 4096, 12288, "bfloat16", bias=True),
+    "few rows": LinearProblem("layer_norm", 13, 1032, 1000, "float16", "float16", "float16", True),
+    "rows of a bucket": LinearProblem("rms_norm", 32, 2880, 5120, "bfloat16", "float32"),
+    "one row more": LinearProblem("layer_norm", 33, 4096, 4096, "bfloat16", "bfloat16", "bfloat16", True),
+    "two warpgroups": LinearProblem("layer_norm", 100, 776, 2312, "float16", "float16", "float16", True),
+    "three warpgroups": LinearProblem("layer_norm", 192, 8192, 1024, "bfloat16", bias=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", ON_A_GPU.values(), ids=ON_A_GPU)
+def test_every_way_has_the_same_bits_in_every_run(problem):
+    """Memory is poisoned before each run, and now and then a second stream has an SM."""
+    import cupy
+    from busy import spin
+
+    from cunorm.kernel import device, launch
+
+    device = device.current(0)
+    problem = replace(problem, x_stride=problem.cols, weight_stride=problem.cols)
+    if reason := plan.why_not(problem, device):
+        pytest.skip(reason)
+    given = arrays(case(problem.rows, problem.cols, problem.outs, 0, 132)._replace(problem=problem, offset=1e4))
+    on_gpu = {name: cupy.asarray(array.view("uint8")) for name, array in given._asdict().items() if array is not None}
+
+    def run(solution: Any, names: dict[str, str], **written: Any) -> None:
+        named = {names.get(name, name): array for name, array in on_gpu.items()} | written
+        pointers = [named[name].data.ptr if name in named else 0 for name in solution.problem.pointers]
+        launch.run(solution, 0, cupy.cuda.get_current_stream().ptr, (*pointers, EPS), named["workspace"].data.ptr)
+
+    def bytes_of(rows: int, cols: int) -> Any:
+        return cupy.empty((rows, 2 * cols), "uint8")
+
+    z, other = bytes_of(problem.rows, problem.cols), cupy.cuda.Stream(non_blocking=True)
+    of_norm = plain(
+        problem.norm, "forward", problem.rows, problem.cols, problem.dtype, problem.ln_weight, problem.ln_bias
+    )
+    names = {"weight": "", "bias": "", "ln_weight": "weight", "ln_bias": "bias"}
+    run(norm_plan(of_norm, device), names, y=z, workspace=cupy.empty(1, "uint8"))
+    for way, solution in plan.ways(problem, device).items():
+        y, workspace = bytes_of(problem.rows, problem.outs), cupy.empty(max(1, solution.workspace), "uint8")
+        first = None
+        for turn in range(300):
+            y.fill(0xFF)
+            workspace.fill(0xFF)
+            if turn % 30 == 0:
+                with other:
+                    spin(5)
+            run(solution, {}, y=y, workspace=workspace)
+            first = y.copy() if first is None else first
+            assert bool((y == first).all()), (way, turn)
+            if way == OVERLAPPED:
+                assert bool((workspace == z.ravel()).all()), (way, turn)
+        check_product(problem, given, *(cupy.asnumpy(array).view(given.x.dtype) for array in (z, y)))
