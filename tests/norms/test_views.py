@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,8 +123,11 @@ def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callab
     assert [line for line in lines() if "copied" in line] == []
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", VIEWS)
+# A view looks the same to both norms, which take turns but for the first two: rows of whole vectors, and odd ones.
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [*product(("heads of a packed QKV", "an odd gap"), OPS), *zip([*VIEWS][1:3] + [*VIEWS][4:], cycle(OPS))],
+)
 def test_views(family, name, op, lines):
     family.play(SMALL)
     check(family, op, name, "float16", 72, lines)
