@@ -77,7 +77,7 @@ def test_beside_a_dy_of_another_dtype_too(name):
     """The order stays in the backward pass, though a wide dy leaves less shared memory and fewer registers."""
     device = DEVICES[name]
     rows_and_addresses = ((1, True), (3, False), (100_000, True), (100_000, False))
-    for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
+    for op, (dy, x) in zip(cycle(OPS), product(DTYPES, ("bfloat16", "float32", "float64"))):
         vector_cols = 16 // ITEMSIZE[x]
         for vectors in range(3072, 32769, 1664):
             gradients = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]
