@@ -529,8 +529,8 @@ def test_a_search_on_the_stand_in(monkeypatch, task, broken):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeypatch, capsys):
-    """A second search of the same shapes compares the times. The first takes less than a minute."""
+def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeypatch):
+    """A second search of the same shapes compares the times."""
     import cupy
     from arrays import inputs, same_bits
     from functions import backward, forward
@@ -549,8 +549,7 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
 
     before = results()
     arguments = ["--op", "rms_norm", "--cols", "4096", "--rows", "64", "4096", "--dtype", "bfloat16"]
-    assert main(["tune", *arguments, "--seconds", "60"]) == 0
-    assert "the time is up" not in capsys.readouterr().out
+    assert main(["tune", *arguments]) == 0
     assert tuned(cache / "tables") == 3  # backward of few rows has only one launch
     assert all(same_bits(array, later_array) for array, later_array in zip(before, results(), strict=True))
     gpu = tune._gpu()

@@ -242,13 +242,12 @@ def test_refusals(xp, error, message, options):
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_no_kernel_spills(arch):
-    """The compile matrix has three times as many of these kernels."""
+def test_no_kernel_spills():
+    """test_compile_matrix.py compiles kernels of these problems for sm_80 and sm_90, and they are a third of all."""
     operations = {added(norm, dropout=True) for norm in ("layer_norm", "rms_norm")}
     problems = [problem for problem in matrix.named_fusions() if problem.operation in operations]
-    for spec in matrix.kernels_of(problems, KNOWN[arch])[::3]:
-        assert not fault(spec, compile_for(spec, arch))
+    for spec in matrix.kernels_of(problems, KNOWN[100])[::3]:
+        assert not fault(spec, compile_for(spec, 100))
 
 
 ODD = [("float64", 1000), ("float16", 20001), ("bfloat16", 80001), ("bfloat16", 1002), ("float32", 1001)]

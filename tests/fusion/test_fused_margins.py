@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from itertools import cycle, product
 
 import cpu_cupy
 import cpu_device
@@ -90,8 +91,9 @@ IN_TURNS = {
 
 
 @needs_machine
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", IN_TURNS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(IN_TURNS, ["float32"]), *zip(IN_TURNS, cycle(["float64", "bfloat16"]))]
+)
 def test_sums_over_rows_by_few_multiprocessors(monkeypatch, name, dtype):
     rows, cols, device, mask = IN_TURNS[name]
     runs = cpu_cupy.play(monkeypatch, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 
@@ -59,9 +60,9 @@ def gradient(op):
     return function
 
 
+# One norm has every kind of kernel, the other every second.
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("cols", COLUMNS)
+@pytest.mark.parametrize(("cols", "op"), [*product(COLUMNS, OPS[:1]), *product(COLUMNS[::2], OPS[1:])])
 @pytest.mark.parametrize("rows", [1, 300])
 def test_the_launches_are_those_of_the_plan(op, rows, cols):
     arrays = arguments(op, (rows,), cols, "bfloat16")

@@ -35,9 +35,13 @@ from cunorm.plan.steps import WORKSPACE, Plan, Step
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off is the -fmad=false of a GPU: fused operations are written as multiply_add.
 # Kernels are not optimised, because compiling one takes longer than running it.
-OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
+OPTIONS = ("-std=c++20", "-ffp-contract=off", "-w", f"-I{STAND_IN}")
 # gold links three times as fast as the linker that g++ takes by itself.
 LINKER = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
+PLATFORM = '#include "platform.cuh"\n'
+ENTRY = (
+    "\nusing namespace cunorm;\n"  # is between the files of a kernel, which others begin with too, and its own lines
+)
 ALIGNMENT = 128  # kernels look at addresses modulo this only
 POISON = 255  # such bytes are NaN in every format, so that what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
@@ -66,15 +70,15 @@ class Build(NamedTuple):
 
 
 BUILDS = {
-    "results": Build(),
+    "results": Build(("-fno-exceptions", "-fno-asynchronous-unwind-tables")),
     # AddressSanitizer checks global memory, and UndefinedBehaviorSanitizer the bounds of arrays and alignment.
     "memory": Build(
-        ("-fsanitize=address,undefined,bounds-strict", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
+        ("-g1", "-fsanitize=address,undefined,bounds-strict", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
         ("-DCUNORM_ADDRESS",),
         ("-fsanitize=address,undefined",),
     ),
     # races.cpp takes the place of ThreadSanitizer's library.
-    "races": Build(("-fsanitize=thread",), ("-DCUNORM_RACES",)),
+    "races": Build(("-g1", "-fsanitize=thread"), ("-DCUNORM_RACES",)),
 }
 
 
@@ -113,7 +117,7 @@ class Machine:
         """Return the text of a program: the kernel's text with the stand-in's platform.cuh, and its entry."""
         text, count = re.subn(
             r'^#line 1 "rows/platform\.cuh"\n.*?(?=^#line \d+ "(?!rows/(?:platform|numbers|memory|threads)))',
-            '#include "platform.cuh"\n',
+            PLATFORM,
             self.edit(source.source(spec, baked)),
             flags=re.DOTALL | re.MULTILINE,
         )
@@ -130,7 +134,9 @@ class Machine:
         assert step.dynamic_shared >= needed
         shared = max(0, needed - self.missing)
         how = Launch(*step.grid, step.spec.threads, cluster, ORDERS.index(self.order), shared)
-        path = program(text, self.build)
+        original = text if self.edit is str else Machine().text(step.spec, baked)
+        files, _, _ = original.partition(ENTRY)
+        path = program(text, self.build, files if text.startswith(files) else PLATFORM)
         written: list[int | float] = []
 
         pointers = "P" * (len(step.pointers) if baked is None else len(baked.pointers))
@@ -213,15 +219,16 @@ def missing() -> str:
 
 
 @functools.cache
-def program(text: str, build: str) -> Path:
-    """Return the program that runs a kernel's text."""
-    objects, headers = _runtime(build), _headers(build)
-    key = _key(text, str(objects), str(headers), *BUILDS[build].kernel)
+def program(text: str, build: str, first: str = PLATFORM) -> Path:
+    """Return the program that runs a kernel's text. Other texts begin with `first` too."""
+    rest = text.removeprefix(first)
+    objects, headers = _runtime(build), _headers(first, build)
+    key = _key(rest, str(objects), str(headers), *BUILDS[build].kernel)
 
     def make(folder: Path) -> Path:
-        (folder / "kernel.cpp").write_text(text)
-        first = ("-include", headers.with_suffix(""))  # g++ looks for the same name with .gch
-        _compile(*OPTIONS, *BUILDS[build].kernel, *first, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
+        (folder / "kernel.cpp").write_text(rest)
+        before = ("-include", headers.with_suffix(""))  # g++ looks for the same name with .gch
+        _compile(*OPTIONS, *BUILDS[build].kernel, *before, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
         _compile(*LINKER, *BUILDS[build].link, folder / "kernel.o", *objects, "-pthread", "-o", folder / "program")
         return folder / "program"
 
@@ -229,16 +236,16 @@ def program(text: str, build: str) -> Path:
 
 
 @functools.cache
-def _headers(build: str) -> Path:
-    """Return platform.cuh with all that it includes, compiled once, which makes compiling a kernel faster."""
+def _headers(text: str, build: str) -> Path:
+    """Return what several texts begin with, compiled once, which makes compiling a kernel faster."""
     headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
 
     def make(folder: Path) -> Path:
-        (folder / "headers.hpp").write_text('#include "platform.cuh"\n')
+        (folder / "headers.hpp").write_text(text)
         _compile(*OPTIONS, *BUILDS[build].kernel, folder / "headers.hpp", "-o", folder / "headers.gch")
         return folder / "headers.gch"
 
-    return _cached(f"{_key(headers, *BUILDS[build].kernel)}.hpp.gch", make)
+    return _cached(f"{_key(headers, text, *BUILDS[build].kernel)}.hpp.gch", make)
 
 
 @functools.cache

@@ -117,6 +117,38 @@ SHAPES_BY_NAME = {
     f"{shape.rows}x{shape.cols}-{shape.dtype}{'' if shape.device.clusters else '-without clusters'}": shape
     for shape in SHAPES
 }
+# Other shapes reach the kernels that RMSNorm has for these.
+FOR_LAYER_NORM_ALONE = (
+    "10x28680-bfloat16",
+    "18x20488-bfloat16",
+    "20x250-bfloat16",
+    "20x5000-bfloat16",
+    "20x8192-bfloat16",
+    "216x1280-bfloat16",
+    "30x1280-bfloat16",
+    "310x2568-bfloat16",
+    "3x1036-float16",
+    "3x1037-bfloat16",
+    "3x127-bfloat16",
+    "3x20003-bfloat16",
+    "3x2601-float64",
+    "3x32768-bfloat16",
+    "3x65538-float64",
+    "40x1024-float16",
+    "4x65537-float16",
+    "54x5000-bfloat16",
+    "5x16384-float32",
+    "5x6001-float32",
+    "6x16393-bfloat16",
+    "7x9001-bfloat16",
+    "8x128-float16",
+    "8x250-float16",
+    "8x4096-float32",
+    "8x64-bfloat16",
+    "8x8191-float16",
+    "9x10240-bfloat16",
+    "9x32768-float16",
+)
 
 
 def problems(direction: str, op: str = "layer_norm") -> list[tuple[Problem, Device]]:

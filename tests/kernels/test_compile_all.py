@@ -136,7 +136,7 @@ def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
     arguments = compile.argparse.Namespace(cols=[100, 4096], dtype=["bfloat16"], weight_dtype=None)
     problems = compile._problems(arguments, KNOWN[90])
     kept = set(matrix.kernels_of(problems, KNOWN[90]))
-    for rows in (*range(1, 200), 600, 1000, 3000, 70000):
+    for rows in (*range(1, 65), *range(65, 200, 8), 131, 132, 133, 600, 1000, 3000, 70000):
         assert kept >= set(matrix.kernels_of([replace(problem, rows=rows) for problem in problems], KNOWN[90])), rows
 
 

@@ -10,12 +10,14 @@ from arrays import inputs
 from cases import DTYPES
 from cpu_device import BUILDS, ORDERS, Machine, missing
 from cpu_functions import check, plan_of_many
-from cpu_shapes import SHAPES_BY_NAME, holder, problems, turns, weight_waits
+from cpu_shapes import FOR_LAYER_NORM_ALONE, SHAPES_BY_NAME, holder, problems, turns, weight_waits
 from functions import OPS
 
+from cunorm.kernel.device import Device
 from cunorm.kernel.source import FILES
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
+from cunorm.plan.problem import Problem
 from cunorm.plan.shapes import TABLES, ShapeChoices
 from cunorm.plan.spec import FewRowsSpec, NormSpec
 
@@ -95,8 +97,36 @@ def test_the_table_reaches_forward_kernels_for_few_rows():
     assert kinds == of_its_shape | with_more_threads
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", SHAPES_BY_NAME)
+@pytest.mark.slow
+def test_rms_norm_reaches_as_much_without_the_shapes_for_layer_norm_alone():
+    """Kernels are as much alike as what holds their rows, and how: tier, vectors, stages, alignment, dtype."""
+    reached = {
+        name: set().union(*map(kinds_of, cases))
+        for name, *cases in zip(SHAPES_BY_NAME, *(problems(direction, "rms_norm") for direction in TABLES), strict=True)
+    }
+    others = set().union(*(kinds for name, kinds in reached.items() if name not in FOR_LAYER_NORM_ALONE))
+    assert set().union(*reached.values()) == others
+
+
+def kinds_of(case: tuple[Problem, Device]) -> set[tuple]:
+    tier = tier_of(*case)
+    kinds = set()
+    for step in (*plan(*case).steps, *plan_of_many(*case).steps):
+        spec = getattr(step.spec, "rows", step.spec)
+        kinds.add((step.spec.kernel, tier and (tier[0], tier[1].shape.vectors)))
+        if isinstance(spec, NormSpec):
+            choices = (("aligned", spec.aligned), ("stages", spec.stages), ("final", spec.final))
+            kinds |= {(step.spec.kernel, holder(spec), choice) for choice in choices}
+            kinds.add((step.spec.kernel, spec.row_dtype))
+        else:
+            kinds.add((step.spec.kernel, holder(spec)))
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [(name, op) for name in SHAPES_BY_NAME for op in OPS if op == "layer_norm" or name not in FOR_LAYER_NORM_ALONE],
+)
 def test_every_shape(name, op):
     check_shape(name, op, Machine())
 

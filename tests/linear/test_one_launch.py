@@ -44,6 +44,7 @@ def test_results(run_case):
 SYNCHRONISED = ("one CTA", "clusters of 2, the last columns of a stage are no row's", "clusters of 4")
 
 
+@pytest.mark.slow
 @needs_machine
 @pytest.mark.parametrize(("name", "build", "order"), list(product(SYNCHRONISED, ("races", "memory"), ORDERS)))
 def test_order_of_threads_changes_nothing(name, build, order):

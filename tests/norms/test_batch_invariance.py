@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import cpu_functions
@@ -49,15 +49,13 @@ def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
     gradients: list[dict[str, Any]] = [{}]
     if direction == "backward":
         gradients = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
-    for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
-        for cols in {
-            cols
-            for lengths_of_tier in matrix.lengths_of_tiers(direction, dtype, device).values()
-            for cols in lengths_of_tier
-        }:
+    # The norms take turns, so that each meets every dtype and every weight.
+    lengths_of = {dtype: matrix.lengths_of_tiers(direction, dtype, device).values() for dtype in DTYPES}
+    for op, (dtype, weight) in zip(cycle(OPS), product(DTYPES, ("float16", "float64", None))):
+        for cols in {cols for lengths_of_tier in lengths_of[dtype] for cols in lengths_of_tier}:
             chosen = set()
-            for (rows, aligned, margin), wanted in product(BATCHES, gradients):
-                row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)
+            single = [problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted) for wanted in gradients]
+            for (rows, aligned, margin), row in product(BATCHES, single):
                 choice = tier_of(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
                 chosen.add(choice and (choice[0], choice[1].shape.order))
             assert len(chosen) == 1, (op, dtype, weight, cols, chosen)
@@ -79,7 +77,7 @@ def test_beside_a_dy_of_another_dtype_too(name):
     """The order stays in the backward pass, though a wide dy leaves less shared memory and fewer registers."""
     device = DEVICES[name]
     rows_and_addresses = ((1, True), (3, False), (100_000, True), (100_000, False))
-    for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
+    for op, (dy, x) in zip(cycle(OPS), product(DTYPES, ("bfloat16", "float32", "float64"))):
         vector_cols = 16 // ITEMSIZE[x]
         for vectors in range(3072, 32769, 1664):
             gradients = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]

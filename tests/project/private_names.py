@@ -109,7 +109,9 @@ def of_jax(path: str) -> dict[str, Any]:
 
 
 def main(framework: str) -> None:
-    import_module(framework)
+    # What all processes need is imported before they are made. None of it looks up a name of the framework.
+    for module in (framework, "cunorm", *(["torch.distributed.tensor"] if framework == "torch" else [])):
+        import_module(module)
     for path in ("", *paths(framework)):
         sys.stdout.flush()
         if not os.fork():

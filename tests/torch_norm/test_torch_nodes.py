@@ -245,6 +245,7 @@ def test_an_error_of_python_in_the_backward_pass(driver, monkeypatch):
         torch.autograd.grad(y, wanting, dy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_repeated_calls_have_the_bits_of_first_ones(driver, op):
     cases = {name: (*case, name == "frozen weight") for name, case in torch_repeats.calls().items()}
