@@ -19,7 +19,7 @@ from cunorm.linear import plan
 from cunorm.linear.problem import NAMES, LinearOptions, LinearProblem
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan as norm_plan
-from cunorm.plan.tables import OVERLAPPED
+from cunorm.plan.tables import OVERLAPPED, SPLIT
 
 PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_stride=4096, weight_stride=4096)
 
@@ -76,11 +76,42 @@ def test_the_table_decides(monkeypatch):
     assert [step.begins_early for step in several.steps] == [False, True]
     assert several.workspace == 33 * 4096 * 2
     assert plan.describe(replace(PROBLEM, rows=33), H100).startswith("overlapped: forward layer_norm, 4096 cols")
-    for changes in ({"rows": 17}, {"rows": 65}, {"cols": 4104}, {"outs": 24576}, {"dtype": "float32"}, {"rows": 8}):
-        assert plan.chosen(replace(PROBLEM, **changes), H100) is None
-    assert plan.chosen(replace(PROBLEM, rows=9, outs=11264), H100) is not None
     assert plan.chosen(replace(PROBLEM, outs=13824), H100) is None, "nearer to one that is split"
+    assert plan.chosen(replace(PROBLEM, dtype="float32"), H100) is None
     assert plan.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
+    plan.chosen.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "outs", "way"),
+    [
+        (1, 768, 768, 1),
+        (8, 1792, 1024, 1),
+        (8, 1800, 1024, 2),  # x is divided
+        (16, 2048, 1024, 2),
+        (16, 2040, 6144, OVERLAPPED),  # rows are short
+        (32, 2048, 2048, SPLIT),  # few outs for each CTA
+        (32, 1024, 1024, OVERLAPPED),
+        (64, 4096, 132 * 24, OVERLAPPED),
+        (65, 4096, 132 * 24, SPLIT),
+        (128, 4096, 132 * 32, OVERLAPPED),
+        (129, 4096, 132 * 40, SPLIT),
+        (192, 4096, 132 * 48, OVERLAPPED),
+        (64, 4096, 132 * 200, SPLIT),  # many
+        (193, 4096, 132 * 48, SPLIT),
+    ],
+)
+def test_the_rule_decides_where_nothing_was_measured(monkeypatch, rows, cols, outs, way):
+    know(monkeypatch, H100.sms, {})
+    problem = replace(PROBLEM, rows=rows, cols=cols, outs=outs, x_stride=cols, weight_stride=cols)
+    solution = plan.chosen(problem, H100)
+    if solution is None:
+        assert way == SPLIT
+    elif len(solution.steps) == 2:
+        assert way == OVERLAPPED
+    else:
+        assert way == solution.steps[0].spec.division.cluster
+    assert plan.chosen(problem, KNOWN[90]) is None, "its bandwidth is another"
     plan.chosen.cache_clear()
 
 
