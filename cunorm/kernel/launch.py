@@ -24,7 +24,7 @@ from .source import parameters
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
-Pick = Callable[[Sequence[float]], Sequence[float]]
+Pick = Callable[[Sequence[float]], Sequence[float | bytes]]  # bytes describe a matrix
 NUMBERS = {"float32": "f4x", "float64": "d"}  # formats of the module `struct`, of 8 bytes each
 
 

@@ -5,7 +5,6 @@ The kernel is kernels_cu/linear/one_launch.cu.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -146,7 +145,7 @@ def why_not(problem: LinearProblem, device: Device) -> str:
         return (
             f"it is for rows that more than one thread and no more than one CTA adds up, not of {problem.cols} columns"
         )
-    if next(divisions(problem, device), None) is None:
+    if not divisions(problem, device):
         return f"no division of {problem.cols} columns fits"
     return ""
 
@@ -158,8 +157,8 @@ def rows_of(problem: LinearProblem) -> int:
 
 def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OtherPlan:
     """Return the launch of a problem that need not be split, by the first division that fits unless one is given."""
-    division = division or next(divisions(problem, device))
-    spec = _spec(problem, division, device)
+    division = division or divisions(problem, device)[0]
+    spec = _spec(replace(problem, rows=division.rows), division, device)
     tiles = problem.outs // TILE_OUTS
     clusters = min(tiles, device.resident_clusters(division.cluster, 1))
     pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
@@ -168,10 +167,14 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
     return OtherPlan(Names(tuple(pointer.name for pointer in pointers), ("eps",)), (step,))
 
 
-def divisions(problem: LinearProblem, device: Device) -> Iterator[Division]:
-    """Yield every division that fits, by clusters of more and more CTAs."""
-    size = ITEMSIZE[problem.dtype]
-    rows = rows_of(problem)
+def divisions(problem: LinearProblem, device: Device) -> tuple[Division, ...]:
+    """Return every division that fits, by clusters of more and more CTAs."""
+    return _divisions(replace(problem, rows=rows_of(problem)), device)
+
+
+@lru_cache(maxsize=4096)
+def _divisions(problem: LinearProblem, device: Device) -> tuple[Division, ...]:
+    size, rows, fitting = ITEMSIZE[problem.dtype], problem.rows, []
     for cluster in filter(device.runs_clusters, CLUSTERS):
         parts = ceil_div(_whole(ceil_div(problem.cols, cluster), PAIR) * TILE_OUTS * size, STAGE_BYTES)
         stage_columns = _whole(ceil_div(problem.cols, cluster * parts), PAIR)
@@ -184,8 +187,9 @@ def divisions(problem: LinearProblem, device: Device) -> Iterator[Division]:
         for stages in range(min(WARP, max(LEAST_STAGES, RING_BYTES // (TILE_OUTS * stage_columns * size))), 1, -1):
             division = Division(rows, cluster, parts, stage_columns, stages, slots)
             if _spec(problem, division, device).dynamic_shared <= device.shared:
-                yield division
+                fitting.append(division)
                 break
+    return tuple(fitting)
 
 
 @lru_cache(maxsize=4096)

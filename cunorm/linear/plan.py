@@ -6,8 +6,8 @@ cuBLASLt's product run one after the other (split).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import lru_cache
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 
 from ..kernel.device import Device
 from ..plan.problem import ITEMSIZE
@@ -36,20 +36,25 @@ def chosen(problem: LinearProblem, device: Device) -> OtherPlan | None:
     measured = _measured(problem, device)
     if measured == SPLIT:
         return None
-    plans = ways(problem, device)
-    return plans.get(_expected(problem, device, plans) if measured is None else measured)
+    plans = _ways(problem, device)
+    way = _expected(problem, device, plans) if measured is None else measured
+    return plans[way]() if way in plans else None
 
 
 def ways(problem: LinearProblem, device: Device) -> dict[int, OtherPlan]:
     """Return every plan but split, by the CTAs of the clusters of one launch, or OVERLAPPED."""
+    return {way: make() for way, make in _ways(problem, device).items()}
+
+
+def _ways(problem: LinearProblem, device: Device) -> dict[int, Callable[[], OtherPlan]]:
     if _why_not(problem, device):
         return {}
-    plans = {}
+    plans: dict[int, Callable[[], OtherPlan]] = {}
     if not one_launch.why_not(problem, device):
         for division in one_launch.divisions(problem, device):
-            plans[division.cluster] = one_launch.plan(problem, device, division)
+            plans[division.cluster] = partial(one_launch.plan, problem, device, division)
     if not overlapped.why_not(problem, device):
-        plans[OVERLAPPED] = overlapped.plan(problem, device)
+        plans[OVERLAPPED] = partial(overlapped.plan, problem, device)
     return plans
 
 

@@ -154,7 +154,7 @@ def test_no_kernel_spills(rows):
     for number, (cols, outs) in enumerate(LAYERS):
         options = {"norm": "layer_norm"} | OPTIONS[(first + number) % len(OPTIONS)]
         problem = LinearProblem(**options, rows=rows, cols=cols, outs=outs)
-        divisions = list(one_launch.divisions(problem, H100))
+        divisions = one_launch.divisions(problem, H100)
         assert divisions
         for division in divisions[:2]:
             (step,) = one_launch.plan(problem, H100, division).steps

@@ -91,7 +91,8 @@ def _launch(step: Step, numbers: Mapping[str, float], results: Names) -> Launch:
     values = {name: literal for (name, _), literal in zip(by_value, literals, strict=True)}
     reads: dict[str, str] = {}  # by the name of each buffer the entry's parameter
     writes: dict[str, str] = {}
-    for (name, kind), (buffer, offset) in zip(types.items(), step.pointers, strict=False):
+    for (name, kind), pointer in zip(types.items(), step.pointers, strict=False):
+        buffer, offset = pointer.name, pointer.offset
         read = kind.startswith("const ")
         if not read and buffer not in results:
             continue
