@@ -29,9 +29,8 @@ from .exchange import SUM
 from .float8_arithmetic import cast_rows
 from .one_launch import of_inputs
 from .parallel import ALONE, Ranks
-from .product import has_algorithm
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
-from .wide import WIDE
+from .wide import WIDE, has_algorithm
 
 
 class Layer(NamedTuple):
