@@ -107,21 +107,6 @@ def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Sto
     return torch.where(scale > 0, scale, 1.0)
 
 
-def row_recipe(
-    name: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wide_dtype: torch.dtype | None,
-    dtype: str,
-    sm_margin: int,
-) -> launching.Forward:
-    """Return the recipe of a plain norm with FP8 output, with a scale for each row, and y in `wide_dtype` if given."""
-    store = Float8Store(dtype, "row", wide_dtype is not None)
-    call = affine_call(name, weight, bias, wide_dtype, (sm_margin,) * 3, store)
-    return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
-
-
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round float32 rows y[rows, cols] as kernels_cu/rows/float8.cuh does; return (y8, scales). It can be traced."""
     if scales is not None:
