@@ -203,11 +203,9 @@ def gradients(
             norm_results, product_results = side_by_side(x, lambda: norm_half(begin_dz()), product_half)
         del operands
     elif step.numbers.product_first:
-        product_results = product_half()
-        norm_results = norm_half(begin_dz())
+        product_results, norm_results = product_half(), norm_half(begin_dz())
     else:
-        norm_results = norm_half(begin_dz())
-        product_results = product_half()
+        norm_results, product_results = norm_half(begin_dz()), product_half()
     (dweight, dbias), (dx, dln_weight, dln_bias) = product_results, norm_results
     if dln_bias is not None and saved.ln_bias is not None:
         dln_bias = in_dtype(dln_bias, saved.ln_bias.dtype)

@@ -76,10 +76,7 @@ def run(
         if isinstance(tensors[0], sharding.DTensor):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     if not call.affine:  # functional.py has checked plain norms
-        layouts = {
-            name: checks.layout_in_memory(call.function, name, tensor)
-            for name, tensor in zip(call.names, tensors, strict=True)
-        }
+        layouts = launching.layouts_of(call, tensors)
         broadcasting.check_operands(call.function, layouts.pop("x"), layouts, demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
     if in_forward_mode() or (first.is_cuda and torch.onnx.is_in_onnx_export()):
@@ -196,7 +193,7 @@ def gradients_of(
         return [None] * len(call.names)
     wanted = computed = call.masks.get(mask) or call.wanted(mask)
     by_name: dict[str, Tensor] = {}
-    if family.has_through:
+    if family.through:
         by_name = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in by_name)
     results: Sequence[Tensor] = ()
