@@ -327,7 +327,7 @@ def why_not(index: int) -> str:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 or more; this GPU has {capability[0]}.{capability[1]}"
-    if not scaled_mm or version < (2, 5):
+    if not scaled_mm:
         return f"FP8 with a scale for each row needs torch 2.5 or later; this is {torch.__version__}"
     if capability < (9, 0) and version < (2, 12):
         # pytorch #177651

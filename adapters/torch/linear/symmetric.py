@@ -112,7 +112,9 @@ class SymmetricExchange(Exchange):
         super().__init__(group)
         self._timeout = timeout_of(group, device)
         self.others = in_turn(self.rank, self.ranks)[:-1]
-        self.side = Side(device)
+        # A signal must not wait until a product leaves it room.
+        self._second_stream = torch.cuda.Stream(device, priority=-1)
+        self._begin = torch.cuda.Event()  # a new one each time takes the host longer
         self._of_rows, self._of_terms = Buffer(group, device), Buffer(group, device)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> _Gathering:
@@ -127,28 +129,20 @@ class SymmetricExchange(Exchange):
     def hear(self, buffer: Buffer, rank: int, what: int) -> None:
         buffer.memory.wait_signal(rank, what, self._timeout)
 
-
-class Side:
-    """The second stream. It has a high priority, as a signal must not wait until a product leaves it room."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._begin = torch.cuda.Event()  # a new one each time takes the host longer
-
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
-        """Launch what is launched inside on this stream, after all earlier work of the present stream.
+        """Launch what is launched inside on the second stream, after all earlier work of the present stream.
 
-        Yield a function that marks a point of this stream, for `wait`.
+        Yield a function that marks a point of the second stream, for `wait`.
         """
-        self._begin.record(torch.cuda.current_stream(self._stream.device))
-        self._stream.wait_event(self._begin)
-        with torch.cuda.stream(self._stream):
-            yield self._stream.record_event
+        self._begin.record(torch.cuda.current_stream(self._second_stream.device))
+        self._second_stream.wait_event(self._begin)
+        with torch.cuda.stream(self._second_stream):
+            yield self._second_stream.record_event
 
     def wait(self, mark: Any) -> None:
-        """Make the present stream wait for a point of this one."""
-        torch.cuda.current_stream(self._stream.device).wait_event(mark)
+        """Make the present stream wait for a point of the second one."""
+        torch.cuda.current_stream(self._second_stream.device).wait_event(mark)
 
 
 class Buffer:
@@ -217,7 +211,7 @@ class _Exchanged(Rows):
 
     def end(self) -> None:
         if self._end is not None:
-            self.exchange.side.wait(self._end)
+            self.exchange.wait(self._end)
 
 
 class _Gathering(_Exchanged):
@@ -228,7 +222,7 @@ class _Gathering(_Exchanged):
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         put(rows, self.own)
-        with self.exchange.side.after_present() as mark:
+        with self.exchange.after_present() as mark:
             self._greet()
             for rank in self.exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
@@ -237,11 +231,11 @@ class _Gathering(_Exchanged):
 
     def of(self, rank: int) -> Tensor:
         if rank in self._come:
-            self.exchange.side.wait(self._come[rank])
+            self.exchange.wait(self._come[rank])
         return self._part(self._whole, rank)
 
     def come(self) -> Tensor:
-        self.exchange.side.wait(self._come[self.exchange.others[-1]])
+        self.exchange.wait(self._come[self.exchange.others[-1]])
         return self._whole
 
     def whole(self, keep: bool = False) -> Tensor:
@@ -262,7 +256,7 @@ class _Summing(_Exchanged):
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         put(rows, self._whole)
-        with self.exchange.side.after_present() as mark:
+        with self.exchange.after_present() as mark:
             self._greet()
             for sender in self.exchange.others:
                 self._pull(sender)
@@ -272,7 +266,7 @@ class _Summing(_Exchanged):
     def send(self, rank: int) -> None:
         """Send to the n-th rank after this one, while the n-th rank before this one sends here."""
         exchange, buffer = self.exchange, self._buffer
-        with exchange.side.after_present() as mark:
+        with exchange.after_present() as mark:
             if rank == exchange.rank:
                 self._add(mark)
                 self._take_leave(mark)
@@ -300,5 +294,5 @@ class _Summing(_Exchanged):
         self._come = mark()
 
     def result(self) -> Tensor:
-        self.exchange.side.wait(self._come)
+        self.exchange.wait(self._come)
         return self._sum

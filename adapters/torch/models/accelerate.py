@@ -12,7 +12,7 @@ from torch import nn
 from ...private import check_version
 from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import check_classes, check_module, on_the_cpu, remedies
+from .classes import check_arguments, on_the_cpu, remedies
 from .replace import Replacement, SwappedNorm, replace_norms
 
 # With fewer elements of x a step waits for the host. Measured on an H200 with LayerNorm, forward and backward: by
@@ -132,8 +132,7 @@ def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Accel
       under torch.compile: norms of 8388608 elements, of torch.nn in a CUDA graph any, with our backward pass
     >>> accelerated.undo()
     """
-    check_module("accelerate", model)
-    check_classes("accelerate", norms)
+    check_arguments("accelerate", model, norms)
     for package in ("transformers", "diffusers"):
         check_version(package)
     without_nodes = nodes.build() if torch.cuda.is_available() else ""

@@ -8,14 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def check_module(function: str, model: object) -> None:
-    """Raise TypeError unless `model` is a module."""
+def check_arguments(function: str, model: object, norms: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module; got {type(model).__name__}.")
-
-
-def check_classes(function: str, norms: object) -> None:
-    """Raise TypeError unless `norms` is a sequence of classes of modules."""
     classes = norms if isinstance(norms, Sequence) and not isinstance(norms, str) else [norms]
     for cls in classes:
         if classes is not norms or not (isinstance(cls, type) and issubclass(cls, nn.Module)):

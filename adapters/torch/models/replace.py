@@ -19,7 +19,7 @@ from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm, is_left_to_torch
 from ..private import parameter_of, parameters_of
-from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
+from .classes import Swaps, check_arguments, forward_replaced, on_the_cpu, remedies
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
 PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is remote code that transformers loads
@@ -106,8 +106,7 @@ def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Re
       2: left, BatchNorm1d of torch.nn.modules.batchnorm is neither a LayerNorm nor an RMSNorm
     >>> replaced.undo()
     """
-    check_module("replace_norms", model)
-    check_classes("replace_norms", norms)
+    check_arguments("replace_norms", model, norms)
     report = Replacement(_model=model)
     forms: dict[Hashable, Form | GatedForm | str] = {}
     for name, module in model.named_modules():
