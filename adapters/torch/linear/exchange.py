@@ -175,7 +175,6 @@ _exchanges: dict[str, Exchange] = {}
 
 
 def exchange_by_collectives(name: str) -> Exchange:
-    """Return the exchange of the group with that name."""
     group = group_of(name)
     exchange = _exchanges.get(name)
     if exchange is None or exchange.group is not group:  # an earlier group may have had the name

@@ -312,7 +312,6 @@ def is_fp8_available(return_reason: bool = False) -> Any:
 
 
 def check_available(function: str, x: Tensor) -> None:
-    """Raise RuntimeError for a tensor on a GPU that has no FP8 products."""
     reason = why_not(x.get_device()) if x.is_cuda else ""
     if reason:
         raise RuntimeError(f"{function}: FP8 must be available; {reason}. Leave the context, or set enabled=False.")

@@ -41,9 +41,10 @@ def forward_replaced(module: nn.Module) -> str:
     return f"the forward of this {name} was replaced on the instance"
 
 
-def remedies(left: dict[str, str]) -> list[str]:
-    """Return the lines that a report adds once for all modules that were left."""
-    return [REMEDY] if any(reason.startswith(HOOKED) for reason in left.values()) else []
+def lines_of_left(left: dict[str, str]) -> list[str]:
+    """Return the lines of a report on the modules that were left, with one remedy for all of them."""
+    lines = [f"  {name}: left, {reason}" for name, reason in left.items()]
+    return [*lines, f"  {REMEDY}"] if any(reason.startswith(HOOKED) for reason in left.values()) else lines
 
 
 def on_the_cpu(model: nn.Module | None) -> list[str]:

@@ -19,7 +19,7 @@ from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm, is_left_to_torch
 from ..private import parameter_of, parameters_of
-from .classes import Swaps, check_arguments, forward_replaced, on_the_cpu, remedies
+from .classes import Swaps, check_arguments, forward_replaced, lines_of_left, on_the_cpu
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
 PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is remote code that transformers loads
@@ -58,8 +58,7 @@ class Replacement:
             lines.append(f"already replaced: {self._before} norms are cunorm's")
         lines.append(f"swapped {len(self.swapped)}, left {len(self.left)}")
         lines += [f"  {name}: {before}" for name, before in self.swapped.items()]
-        lines += [f"  {name}: left, {reason}" for name, reason in self.left.items()]
-        lines += [f"  {line}" for line in remedies(self.left)]
+        lines += lines_of_left(self.left)
         return "\n".join(lines)
 
 

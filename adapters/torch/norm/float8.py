@@ -66,7 +66,6 @@ def _is_one_launch(tensors: Mapping[str, Tensor]) -> bool:
 def _launched(
     call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, scale: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the results of the kernel by name."""
     read = tensors if scale is None else (*tensors, scale)
     recipe = launching.recipe_of(call, read, call.sm_margins[2])
     results, _ = launching.forward_by(recipe, read, numbers, eps, False)
@@ -87,7 +86,6 @@ def _stored(
 
 
 def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
-    """Raise ValueError if a gradient is wanted, as FP8 output has none."""
     if operators.wants_gradient(*tensors):
         raise ValueError(
             f"{function}: {names} must want no gradient, as FP8 output has none; got one that does. Use "

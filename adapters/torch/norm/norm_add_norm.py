@@ -74,7 +74,6 @@ _calls: dict[tuple, _Calls] = {}
 
 
 def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """Return (y, s)."""
     count = len(calls.first.names)
     if not torch.compiler.is_compiling() and dispatch.at_once(tensors):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
