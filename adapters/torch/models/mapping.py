@@ -74,10 +74,11 @@ class _Here:
         return self.layer
 
 
-class RMSNorm(nn.Module):
-    can_torch_compile = True
-    has_backward = True
+class _Layer(nn.Module):
+    can_torch_compile = has_backward = True
 
+
+class RMSNorm(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, dtype = self.weight, hidden_states.dtype
         if weight.dtype is not dtype:
@@ -85,10 +86,7 @@ class RMSNorm(nn.Module):
         return norm("rms_norm", hidden_states, weight.shape, weight, None, self.variance_epsilon, dtype, 0)
 
 
-class RMSNormZeroCentered(nn.Module):
-    can_torch_compile = True
-    has_backward = True
-
+class RMSNormZeroCentered(_Layer):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         return norm("zero_centered_rms_norm", x, weight.shape, weight, None, self.eps, x.dtype, 0)
@@ -97,10 +95,7 @@ class RMSNormZeroCentered(nn.Module):
 _GATED = {activation: gated_norm(activation) for activation in ACTIVATIONS}
 
 
-class RMSNormGated(nn.Module):
-    can_torch_compile = True
-    has_backward = True
-
+class RMSNormGated(_Layer):
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         gated = _GATED.get(self.activation)
         if gated is None:
