@@ -165,23 +165,14 @@ class Buffer:
                 self._views.clear()
             if size > self._size:
                 _refuse_capture(self._device)
-                self.memory, self._own = allocate(size, self._group, self._device)
-                self._size = size
+                empty, rendezvous = symmetric_memory()
+                torch.cuda.synchronize(self._device)  # no exchange is under way, so that earlier memory may be freed
+                own = empty(size, dtype=torch.uint8, device=self._device)
+                self.memory, self._own, self._size = rendezvous(own, self._group), own, size
                 self._views.clear()
             ranks = range(dist.get_world_size(self._group))
             views = self._views[shape, dtype] = [self.memory.get_buffer(rank, shape, dtype) for rank in ranks]
         return views
-
-
-def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
-    """Return symmetric memory, and this rank's tensor of it.
-
-    No exchange is under way on any rank, so that earlier memory may be freed.
-    """
-    empty, rendezvous = symmetric_memory()
-    torch.cuda.synchronize(device)
-    own = empty(size, dtype=torch.uint8, device=device)
-    return rendezvous(own, group), own
 
 
 class _Exchanged(Rows):
