@@ -61,7 +61,7 @@ class TooEarly(symmetric._Gathering):
         super()._greet()
 
     def start(self, rows, wanted_next=False):
-        with self.exchange.after_present() as mark:
+        with self.exchange.side.after_present() as mark:
             self._greet()
             self._come[self.exchange.others[0]] = mark()
             self._take_leave(mark)

@@ -112,9 +112,7 @@ class SymmetricExchange(Exchange):
         super().__init__(group)
         self._timeout = timeout_of(group, device)
         self.others = in_turn(self.rank, self.ranks)[:-1]
-        # A signal must not wait until a product leaves it room.
-        self._second_stream = torch.cuda.Stream(device, priority=-1)
-        self._begin = torch.cuda.Event()  # a new one each time takes the host longer
+        self.side = Side(device)
         self._of_rows, self._of_terms = Buffer(group, device), Buffer(group, device)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> _Gathering:
@@ -129,20 +127,28 @@ class SymmetricExchange(Exchange):
     def hear(self, buffer: Buffer, rank: int, what: int) -> None:
         buffer.memory.wait_signal(rank, what, self._timeout)
 
+
+class Side:
+    """The second stream. It has a high priority, as a signal must not wait until a product leaves it room."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._begin = torch.cuda.Event()  # a new one each time takes the host longer
+
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
-        """Launch what is launched inside on the second stream, after all earlier work of the present stream.
+        """Launch what is launched inside on this stream, after all earlier work of the present stream.
 
-        Yield a function that marks a point of the second stream, for `wait`.
+        Yield a function that marks a point of this stream, for `wait`.
         """
-        self._begin.record(torch.cuda.current_stream(self._second_stream.device))
-        self._second_stream.wait_event(self._begin)
-        with torch.cuda.stream(self._second_stream):
-            yield self._second_stream.record_event
+        self._begin.record(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._begin)
+        with torch.cuda.stream(self._stream):
+            yield self._stream.record_event
 
     def wait(self, mark: Any) -> None:
-        """Make the present stream wait for a point of the second one."""
-        torch.cuda.current_stream(self._second_stream.device).wait_event(mark)
+        """Make the present stream wait for a point of this one."""
+        torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
 
 class Buffer:
@@ -165,14 +171,23 @@ class Buffer:
                 self._views.clear()
             if size > self._size:
                 _refuse_capture(self._device)
-                empty, rendezvous = symmetric_memory()
-                torch.cuda.synchronize(self._device)  # no exchange is under way, so that earlier memory may be freed
-                own = empty(size, dtype=torch.uint8, device=self._device)
-                self.memory, self._own, self._size = rendezvous(own, self._group), own, size
+                self.memory, self._own = allocate(size, self._group, self._device)
+                self._size = size
                 self._views.clear()
             ranks = range(dist.get_world_size(self._group))
             views = self._views[shape, dtype] = [self.memory.get_buffer(rank, shape, dtype) for rank in ranks]
         return views
+
+
+def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
+    """Return symmetric memory, and this rank's tensor of it.
+
+    No exchange is under way on any rank, so that earlier memory may be freed.
+    """
+    empty, rendezvous = symmetric_memory()
+    torch.cuda.synchronize(device)
+    own = empty(size, dtype=torch.uint8, device=device)
+    return rendezvous(own, group), own
 
 
 class _Exchanged(Rows):
@@ -202,7 +217,7 @@ class _Exchanged(Rows):
 
     def end(self) -> None:
         if self._end is not None:
-            self.exchange.wait(self._end)
+            self.exchange.side.wait(self._end)
 
 
 class _Gathering(_Exchanged):
@@ -213,7 +228,7 @@ class _Gathering(_Exchanged):
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         put(rows, self.own)
-        with self.exchange.after_present() as mark:
+        with self.exchange.side.after_present() as mark:
             self._greet()
             for rank in self.exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
@@ -222,11 +237,11 @@ class _Gathering(_Exchanged):
 
     def of(self, rank: int) -> Tensor:
         if rank in self._come:
-            self.exchange.wait(self._come[rank])
+            self.exchange.side.wait(self._come[rank])
         return self._part(self._whole, rank)
 
     def come(self) -> Tensor:
-        self.exchange.wait(self._come[self.exchange.others[-1]])
+        self.exchange.side.wait(self._come[self.exchange.others[-1]])
         return self._whole
 
     def whole(self, keep: bool = False) -> Tensor:
@@ -247,7 +262,7 @@ class _Summing(_Exchanged):
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         put(rows, self._whole)
-        with self.exchange.after_present() as mark:
+        with self.exchange.side.after_present() as mark:
             self._greet()
             for sender in self.exchange.others:
                 self._pull(sender)
@@ -257,7 +272,7 @@ class _Summing(_Exchanged):
     def send(self, rank: int) -> None:
         """Send to the n-th rank after this one, while the n-th rank before this one sends here."""
         exchange, buffer = self.exchange, self._buffer
-        with exchange.after_present() as mark:
+        with exchange.side.after_present() as mark:
             if rank == exchange.rank:
                 self._add(mark)
                 self._take_leave(mark)
@@ -285,5 +300,5 @@ class _Summing(_Exchanged):
         self._come = mark()
 
     def result(self) -> Tensor:
-        self.exchange.wait(self._come)
+        self.exchange.side.wait(self._come)
         return self._sum
