@@ -6,7 +6,6 @@ state of its own; `self` is the module. Layers come from this module, and nothin
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +104,6 @@ class RMSNormGated(_Layer):
 
 @private.constant
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    return _result_dtype_of(cls, x, weight)
-
-
-@functools.cache
-def _result_dtype_of(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """Return the dtype of y, found by trying the class: some classes return the wider dtype, others that of x."""
     probe = cls.__new__(cls)
     nn.Module.__init__(probe)

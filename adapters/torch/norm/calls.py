@@ -117,13 +117,8 @@ def _affine_call(
     store: Float8Store | None,
 ) -> Call:
     """Return the Call of a plain norm with or without weight and bias, by its name in NAMED."""
-    key = (name, has_weight, has_bias, dtype, sm_margins, store)
-    call = _made.get(key)
-    if call is None:
-        names = tuple(name for name, is_given in (("weight", has_weight), ("bias", has_bias)) if is_given)
-        call = call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
-        keep(_made, key, call)
-    return call
+    names = tuple(name for name, is_given in (("weight", has_weight), ("bias", has_bias)) if is_given)
+    return call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
 
 
 class Family(NamedTuple):
