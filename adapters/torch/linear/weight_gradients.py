@@ -56,7 +56,8 @@ class WeightGradients(nn.Module):
         if self.delay_wgrad_compute:
             self._delayed.append(partial(self._weight_gradients, overwrite, gradients))
             return None, None
-        self._accumulate(overwrite, gradients)
+        if self.fuse_wgrad_accumulation:
+            self._accumulate(overwrite, gradients)
         return self._stand_in(gradients.dtype), gradients.bias() if self._applied_biases else None
 
     def _weight_gradients(self, overwrite: bool, gradients: Products) -> None:
