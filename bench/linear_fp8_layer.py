@@ -153,7 +153,8 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
     from torch.nn import functional as F  # noqa: N812
 
     from cunorm.torch.linear.float8_arithmetic import cast_rows
-    from cunorm.torch.norm import float8, functional, launching
+    from cunorm.torch.linear.step import recipe_at_once
+    from cunorm.torch.norm import functional, launching
 
     layer = Layer(rows, cols, outs, 1)
     module, x, bare, weights = layer.modules[0], layer.xs[0].detach(), bare_products(layer), layer.weights(0)
@@ -181,7 +182,7 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
         "torch's linear": lambda: F.linear(x, weight, bias),
         "norm": lambda: functional.norm("layer_norm", x, shape, gamma, beta, 1e-5, torch.bfloat16, 0),
         "norm in 8 bits": lambda: launching.forward_by(
-            float8.row_recipe("layer_norm", x, gamma, beta, None, "float8_e4m3fn", 0), (x, gamma, beta), (), 1e-5, False
+            recipe_at_once(x, gamma, beta, "layer_norm", None, 0, float8=True), (x, gamma, beta), (), 1e-5, False
         ),
         "torch's product, scales of rows, bias": lambda: bare(0, "y"),
         "torch's product, scales of rows": lambda: bare(0, "dz"),

@@ -118,7 +118,7 @@ def nodes_in_cpp(used: bool) -> Iterator[None]:
         raise RuntimeError(f"there are no nodes in C++: {why}")
     module = nodes.module
     nodes.module = module if used else lambda: None
-    for kept in (repeats._calls, calls._made, named._calls):
+    for kept in (repeats._calls, calls._made, calls._affine_call.results, named._call_of.results):
         kept.clear()
     try:
         yield

@@ -90,17 +90,10 @@ def _call_of(
     sm_margins: tuple[int, int, int],
 ) -> calls.Call:
     """Return the Call of a named function with operands of these names."""
-    key = (function, flags, names, dtype, s_dtype, sm_margins)
-    form = _calls.get(key)
-    if form is None:
-        numbers = ("dropped", "factor") if SEED in names else ()  # the numbers of dropout
-        operation = operation_of(function, flags, (*names, *numbers))
-        kinds = kinds_of(function)
-        form = _calls[key] = calls.call_of(function, operation, names, numbers, kinds, dtype, s_dtype, sm_margins)
-    return form
+    numbers = ("dropped", "factor") if SEED in names else ()  # the numbers of dropout
+    operation = operation_of(function, flags, (*names, *numbers))
+    return calls.call_of(function, operation, names, numbers, kinds_of(function), dtype, s_dtype, sm_margins)
 
-
-_calls: dict[tuple, calls.Call] = {}
 
 add_layer_norm = _of_torch(named.add_layer_norm)
 add_rms_norm = _of_torch(named.add_rms_norm)

@@ -7,8 +7,6 @@ of product and kept: the algorithm that a table of measurements names, or else c
 
 from __future__ import annotations
 
-import functools
-import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -124,12 +122,24 @@ def described(
     a, a_operand = _operand(a)
     b, b_operand = _operand(b)
     pointers = (a.data.ptr, b.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr)
-    together = pointers[0] | pointers[1] | pointers[2] | pointers[3]
-    alignment = min(256, together & -together)
+    alignment = alignment_of(pointers[0] | pointers[1] | pointers[2] | pointers[3])
     tf32 = a.dtype == numpy.float32 and uses_tf32()
     rows, cols = out.shape
     kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
     return kind, pointers
+
+
+def kind_of_rows(
+    rows: int, cols: int, inner: int, dtype: str, has_bias: bool, alignment: int, device_id: int, out: str = ""
+) -> Kind:
+    """Return the kind of a bᵀ + bias, where the rows of a and b are contiguous, and nothing is in TF32."""
+    operands, epilogue = (Operand(False, inner), Operand(True, inner)), "BIAS" if has_bias else "DEFAULT"
+    return Kind(rows, cols, inner, dtype, False, *operands, epilogue, alignment, device_id, out)
+
+
+def alignment_of(together: int) -> int:
+    """Return the bytes, 256 at most, that addresses are multiples of, which are joined by |."""
+    return min(256, together & -together)
 
 
 def _scaled_rows(a, b, out, scales, bias) -> None:
@@ -140,14 +150,11 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
             f"{'is not installed' if lt is None else 'is too old'}. {INSTALL_LINEAR}; or leave fp8=None."
         )
     pointers = [array.data.ptr for array in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
-    together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))
-    alignment = min(256, together & -together)
-    (rows, cols), inner = out.shape, a.shape[1]
-    operands = (Operand(False, inner), Operand(True, inner))
-    epilogue = "DEFAULT" if bias is None else "BIAS"
-    dtypes = ("float8_e4m3fn", False)
-    kind = Kind(rows, cols, inner, *dtypes, *operands, epilogue, alignment, a.data.device_id, out.dtype.name)
     left, right, to, left_scales, right_scales, added = pointers
+    (rows, cols), inner, alignment = out.shape, a.shape[1], alignment_of(left | right | to | added)
+    kind = kind_of_rows(
+        rows, cols, inner, "float8_e4m3fn", bias is not None, alignment, a.data.device_id, out.dtype.name
+    )
     if not of_thread.prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
         raise RuntimeError(
             f"layer_norm_linear: fp8='row': this cuBLASLt has no product of ({rows}, {inner}) and ({cols}, {inner}) in "

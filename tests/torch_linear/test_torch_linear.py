@@ -168,13 +168,13 @@ def test_what_is_kept_for_the_backward_pass(device, keep):
 @pytest.mark.parametrize("op", OPS)
 def test_a_large_product_is_by_the_algorithm_that_a_table_names(keep, op, monkeypatch):
     from cunorm.linear import gemm
-    from cunorm.torch.linear import product
+    from cunorm.torch.linear import wide
 
     if gemm.bindings() is None:
         pytest.skip("there is no cuBLASLt")
     call = linear_reference.inputs(op, 4096, 1024, 3072, "bfloat16")
     inputs = tensors(call, "cuda")
-    kind = product._kind(4096, 3072, 1024, torch.bfloat16, "BIAS", 256, 0)
+    kind = gemm.kind_of_rows(4096, 3072, 1024, "bfloat16", True, 256, 0)
     *_, last = gemm.offered(kind, inputs[2].data_ptr())
     launched, launch = [], gemm.Prepared.launch
 
@@ -185,7 +185,7 @@ def test_a_large_product_is_by_the_algorithm_that_a_table_names(keep, op, monkey
     monkeypatch.setattr(gemm, "measured", lambda kind: last)
     monkeypatch.setattr(gemm, "of_thread", gemm._OfThread())
     monkeypatch.setattr(gemm.Prepared, "launch", recorded)
-    monkeypatch.setattr(product, "_has_algorithm", lambda *_: True)
+    monkeypatch.setattr(wide, "_has_algorithm", lambda *_: True)
     repeats._calls.clear()
     y = run(call, inputs, keep)
     check_forward(call, array(y))

@@ -478,7 +478,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
 
     def way(which: str) -> None:
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
-        for kept in (repeats._calls, named._calls, calls._made):
+        for kept in (repeats._calls, named._call_of.results, calls._affine_call.results, calls._made):
             kept.clear()
         FUNCTIONS[name](x, weight)  # describes the call
 

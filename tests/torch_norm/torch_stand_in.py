@@ -16,8 +16,10 @@ from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
 
 def forget(monkeypatch: Any) -> None:
     """Forget all earlier calls."""
-    for module, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls"), (named, "_calls")):
-        monkeypatch.setattr(module, kept, {})
+    for owner, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls")):
+        monkeypatch.setattr(owner, kept, {})
+    for function in (calls._affine_call, named._call_of):
+        monkeypatch.setattr(function, "results", {})
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:

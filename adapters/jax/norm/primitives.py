@@ -24,7 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ...call import broadcasting
 from ...operation import SEED
 from ...plan.problem import MOST_GROUPS
-from ..private import Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
+from ..private import ad, batching, has_primitives
+from ..xla.call import formula, primitive
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -63,35 +64,15 @@ def bind(jax_primitive: Any, function: Callable, task: Task, arrays: Arrays, wan
     """Return the arrays `wanted` by name. The primitive stands for function(task, names, wanted, *arrays)."""
     names = tuple(arrays)
     if not has_primitives:
-        return dict(zip(wanted, _formula(task, names, wanted, *arrays.values()), strict=True))
+        return dict(zip(wanted, formula(task, names, wanted, *arrays.values()), strict=True))
     call = jax.make_jaxpr(partial(function, task, names, wanted))(*arrays.values())
     results = jax_primitive.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
     return dict(zip(wanted, results, strict=True))
 
 
-def primitive(name: str) -> Any:
-    """Make a primitive that stands for its `call`."""
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_impl(_run)
-    made.def_abstract_eval(lambda *avals, call, **_: call.out_avals)
-    mlir.register_lowering(made, mlir.lower_fun(_run, multiple_results=True))
-    return made
-
-
-def _run(*arrays: jax.Array, call: Any, task: Task, names: Names, wanted: Names) -> Sequence[jax.Array]:
-    return jaxpr_as_fun(call)(*arrays)
-
-
 forward_p = primitive("cunorm_forward")
 backward_p = primitive("cunorm_backward")
 tangent_p = primitive("cunorm_tangent")
-
-
-def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Compute a forward or backward pass by its formulas."""
-    results = task.results(dict(zip(names, arrays, strict=True)), wanted)
-    return tuple(results[name] for name in wanted)
 
 
 def _statistics_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -126,7 +107,7 @@ def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
 
 def _jvp_of_backward(primals, tangents, *, call, task, names, wanted):
     results = bind(backward_p, sharding.call, task, dict(zip(names, primals, strict=True)), wanted)
-    dots = _jvp_of_formula(partial(_formula, task, names, wanted), primals, tangents)
+    dots = _jvp_of_formula(partial(formula, task, names, wanted), primals, tangents)
     return [results[name] for name in wanted], dots
 
 
@@ -174,7 +155,7 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
     """Map by the formulas. A seed draws by the number of a row in its sample, so samples cannot become rows."""
-    function = partial(_formula, task, names, wanted)
+    function = partial(formula, task, names, wanted)
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
 
@@ -220,7 +201,7 @@ def _batch_backward(arrays, dims, *, call, task, names, wanted):
     others = tuple(name for name in wanted if name not in of_rows)
     if others:  # of each sample, where the kernels sum over all rows
         axes = [0 if name in mapped else None for name in arrays]
-        function = partial(_formula, task, tuple(arrays), others)
+        function = partial(formula, task, tuple(arrays), others)
         results |= zip(others, jax.vmap(function, axes)(*arrays.values()), strict=True)
     return [results[name] for name in wanted], [0] * len(wanted)
 

@@ -8,7 +8,7 @@ callback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,31 +28,39 @@ from . import target as choice
 
 def kernel(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays `wanted`, computed from those in `names`."""
-    formula = jax.make_jaxpr(partial(_formula, task, names, wanted))(*arrays)
-    return tuple(kernel_p.bind(*arrays, formula=formula, task=task, names=names, wanted=wanted))
+    call = jax.make_jaxpr(partial(formula, task, names, wanted))(*arrays)
+    return tuple(kernel_p.bind(*arrays, call=call, task=task, names=names, wanted=wanted))
 
 
-def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute a forward or backward pass by its formulas."""
     results = task.results(dict(zip(names, arrays, strict=True)), wanted)
     return tuple(results[name] for name in wanted)
 
 
-def _run(*arrays: jax.Array, formula: Any, task: Task, names: Names, wanted: Names):
-    return jaxpr_as_fun(formula)(*arrays)
+def primitive(name: str) -> Any:
+    """Make a primitive that stands for its `call`."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(_run)
+    made.def_abstract_eval(lambda *avals, call, **_: call.out_avals)
+    mlir.register_lowering(made, _lower_call)
+    return made
 
 
-kernel_p = Primitive("cunorm_kernel")
-kernel_p.multiple_results = True
+def _run(*arrays: jax.Array, call: Any, task: Task, names: Names, wanted: Names) -> Sequence[jax.Array]:
+    return jaxpr_as_fun(call)(*arrays)
+
+
+_lower_call = mlir.lower_fun(_run, multiple_results=True)
+kernel_p = primitive("cunorm_kernel")
 kernel_p.def_impl(lambda *arrays, **parameters: jax.jit(partial(kernel_p.bind, **parameters))(*arrays))
-kernel_p.def_abstract_eval(lambda *avals, formula, **_: formula.out_avals)
-_lower_formula = mlir.lower_fun(_run, multiple_results=True)
-mlir.register_lowering(kernel_p, _lower_formula)
 
 
-def _lower_for_cuda(ctx, *operands, formula: Any, task: Task, names: Names, wanted: Names):
+def _lower_for_cuda(ctx, *operands, call: Any, task: Task, names: Names, wanted: Names):
     problem = task.problem(dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True)), wanted)
     if not problem.rows:
-        return _lower_formula(ctx, *operands, formula=formula, task=task, names=names, wanted=wanted)
+        return _lower_call(ctx, *operands, call=call, task=task, names=names, wanted=wanted)
     function = task.operation.norm
     device = choice.device(function)
     check_sm_margin(function, task.sm_margin, device.sms)

@@ -53,7 +53,6 @@ def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:
 
 
 def _check_backward(function, tensors, norm, zero_centered_gamma, output_mask) -> tuple[bool, ...]:
-    """Check a backward pass and return which gradients are wanted."""
     names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
     layouts = layouts_of(function, dict(zip(names, tensors, strict=True)), problem.required_of_backward(norm))
     problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)

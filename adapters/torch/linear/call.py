@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...operation import NAMED
-from ..norm import checks, dispatch, launching, nodes, norm_nodes, repeats
+from ..norm import checks, dispatch, launching, nodes, repeats
 from ..norm.functional import FLOATING, PLAIN, autocast_dtype, norm, norm_with_statistics, nothing_else_listens
 from ..norm.functional import given as given_tensors
 from ..private import applied, in_forward_mode, nothing_listens, under_functorch
@@ -29,9 +29,8 @@ from .exchange import SUM
 from .float8_arithmetic import cast_rows
 from .parallel import ALONE, Ranks
 from .planned import of_inputs
-from .product import has_algorithm
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
-from .wide import WIDE
+from .wide import WIDE, has_algorithm
 
 
 class Layer(NamedTuple):
@@ -328,16 +327,8 @@ def _compiled_call(step: Step, recipe: launching.Forward, inputs: Inputs) -> nod
         results = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
         return [gradient for gradient, is_present in zip(results, present, strict=True) if is_present]
 
-    norm_pass = norm_nodes.describe(
-        recipe,
-        given_tensors(x, ln_weight, ln_bias),
-        (),
-        step.eps,
-        norm_backward,
-        dispatch.launchable,
-        saved=("x",) if ln_weight is None else ("x", "weight"),
-        in_place=True,
-    )
+    given, saved = given_tensors(x, ln_weight, ln_bias), ("x",) if ln_weight is None else ("x", "weight")
+    norm_pass = dispatch.compiled_pass(recipe, given, (), step.eps, norm_backward, saved=saved, in_place=True)
     if norm_pass is None:
         return None
     dy = x.new_empty(x.numel() // x.shape[-1], len(weight))

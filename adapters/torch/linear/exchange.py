@@ -24,7 +24,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 class Rows:
-    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed."""
+    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed.
+
+    This class itself serves one rank, where rows stay and every exchange has ended when it begins.
+    """
 
     place: Tensor | None = None  # where this rank writes what it hands in; None for anywhere
     own: Tensor  # if rows are gathered, those of this rank, (rows, cols)
@@ -36,11 +39,11 @@ class Rows:
 
         With `wanted_next` nothing is launched on the present stream before the result is read.
         """
-        raise NotImplementedError
+        self.own = rows
 
     def of(self, rank: int) -> Tensor:
         """Return the gathered rows of a rank, for later work on the present stream."""
-        raise NotImplementedError
+        return self.own
 
     def come(self) -> Tensor:
         """Return all gathered rows, (ranks * rows, cols), while other ranks may still read those of this one."""
@@ -48,15 +51,14 @@ class Rows:
 
     def whole(self, keep: bool = False) -> Tensor:
         """Return all gathered rows after the exchange has ended. With `keep` they outlast the next exchange."""
-        raise NotImplementedError
+        return self.own
 
     def send(self, rank: int) -> None:
         """Send the terms that `rank` sums, which stand in `place`. The ranks come in the order of `in_turn`."""
-        raise NotImplementedError
 
     def result(self) -> Tensor:
         """Return the summed rows of this rank, to which nothing else refers."""
-        raise NotImplementedError
+        return self.own
 
     def end(self) -> None:
         """Wait, after the result, until the exchange has ended, for later work on the present stream."""
@@ -173,7 +175,6 @@ _exchanges: dict[str, Exchange] = {}
 
 
 def exchange_by_collectives(name: str) -> Exchange:
-    """Return the exchange of the group with that name."""
     group = group_of(name)
     exchange = _exchanges.get(name)
     if exchange is None or exchange.group is not group:  # an earlier group may have had the name

@@ -60,7 +60,6 @@ class Float8(NamedTuple):
     product_first = False
 
     def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
-        """Check what FP8 needs beyond what every call needs."""
         x, weight, *_ = inputs
         if x.dtype not in functional.FLOATING[:3] or weight.dtype not in functional.FLOATING[:3]:
             name, tensor = ("weight", weight) if x.dtype in functional.FLOATING[:3] else ("input", x)
@@ -118,7 +117,6 @@ class Float8(NamedTuple):
         return (z8, scale), statistics, (None if step.returned == NOTHING else z, tensor_scale)
 
     def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
-        """Return what the call returns of z and what it keeps of Z, after the product."""
         return normalised[2]
 
     def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: launching.Forward | None, wants_statistics: bool):

@@ -33,19 +33,6 @@ class Limits(NamedTuple):
     remedy: str = ""
 
 
-class Here(Rows):
-    """Rows that stay on one rank, so that every exchange has ended when it begins."""
-
-    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
-        self.own = rows
-
-    def whole(self, keep: bool = False) -> Tensor:
-        return self.own
-
-    def result(self) -> Tensor:
-        return self.own
-
-
 class Place:
     """The place of a module or of a call among ranks."""
 
@@ -72,8 +59,7 @@ class Alone(Place):
     """The place of a call that runs on one rank."""
 
     alone = True
-    size = 1
-    delayed = gathers = sums = False
+    gathers = sums = False
     overlap_gather = bulk_gather = False
     wanted = 0
     limits = None
@@ -88,10 +74,10 @@ class Alone(Place):
         return tuple(x.shape)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
-        return Here()
+        return Rows()
 
     def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
-        return Here()
+        return Rows()
 
 
 ALONE = Alone()
@@ -130,7 +116,7 @@ class Group(NamedTuple):
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
         """Return Rows that gather (rows, cols) of each rank, with `overlaps` during a product if that is faster."""
         if not self.sequence:
-            return Here()
+            return Rows()
         overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
         gathering = self._exchange(overlaps, like).gathering(rows, cols, like, dtype)
         gathering.in_parts = overlaps

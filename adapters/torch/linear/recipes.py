@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -200,9 +200,9 @@ def _of_fields(function: str, recipe: Any, kind: type) -> Any:
 # Which recipe is followed.
 
 
-# The recipe of the innermost context, None for no FP8, False outside of all. It holds for the whole process: autograd
-# runs in its own threads what checkpoints compute again.
-_innermost: Recipe | Literal[False] | None = False
+# What the innermost context says: whether FP8 is allowed, and the recipe of a module that has none of its own. It holds
+# for the whole process: autograd runs in its own threads what checkpoints compute again.
+_innermost: tuple[bool, Recipe | None] = True, None
 
 
 def autocast(
@@ -250,7 +250,7 @@ def fp8_autocast(
 @contextmanager
 def _following(recipe: Recipe | None) -> Iterator[None]:
     global _innermost
-    outer, _innermost = _innermost, recipe
+    outer, _innermost = _innermost, (recipe is not None, recipe)
     try:
         yield
     finally:
@@ -259,9 +259,8 @@ def _following(recipe: Recipe | None) -> Iterator[None]:
 
 def recipe_of(own: Recipe | None) -> Recipe | None:
     """Return the recipe that a module with this recipe of its own follows now; None for no FP8."""
-    if _innermost is False:
-        return own
-    return None if _innermost is None else own or _innermost
+    is_allowed, recipe = _innermost
+    return own or recipe if is_allowed else None
 
 
 def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:
@@ -313,7 +312,6 @@ def is_fp8_available(return_reason: bool = False) -> Any:
 
 
 def check_available(function: str, x: Tensor) -> None:
-    """Raise RuntimeError for a tensor on a GPU that has no FP8 products."""
     reason = why_not(x.get_device()) if x.is_cuda else ""
     if reason:
         raise RuntimeError(f"{function}: FP8 must be available; {reason}. Leave the context, or set enabled=False.")
@@ -328,7 +326,7 @@ def why_not(index: int) -> str:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 or more; this GPU has {capability[0]}.{capability[1]}"
-    if not scaled_mm or version < (2, 5):
+    if not scaled_mm:
         return f"FP8 with a scale for each row needs torch 2.5 or later; this is {torch.__version__}"
     if capability < (9, 0) and version < (2, 12):
         # pytorch #177651

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...call.store import Float8Store
 from ...plan.problem import E4M3
 from ..norm import calls, dispatch, launching, repeats
-from ..norm.float8 import row_recipe
 from ..norm.functional import autocasts, given, nothing_else_listens
 from .parallel import Ranks, Rows
 
@@ -203,11 +203,9 @@ def gradients(
             norm_results, product_results = side_by_side(x, lambda: norm_half(begin_dz()), product_half)
         del operands
     elif step.numbers.product_first:
-        product_results = product_half()
-        norm_results = norm_half(begin_dz())
+        product_results, norm_results = product_half(), norm_half(begin_dz())
     else:
-        norm_results = norm_half(begin_dz())
-        product_results = product_half()
+        norm_results, product_results = norm_half(begin_dz()), product_half()
     (dweight, dbias), (dx, dln_weight, dln_bias) = product_results, norm_results
     if dln_bias is not None and saved.ln_bias is not None:
         dln_bias = in_dtype(dln_bias, saved.ln_bias.dtype)
@@ -282,11 +280,9 @@ def recipe_at_once(
         return recipe
     if not dispatch.at_once(tensors):
         return None
-    if float8:
-        recipe = row_recipe(operation, x, ln_weight, ln_bias, dtype, E4M3, sm_margin)
-    else:
-        call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
-        recipe = launching.recipe_of(call, tensors, sm_margin)
+    store = Float8Store(E4M3, "row", dtype is not None) if float8 else None
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3, store)
+    recipe = launching.recipe_of(call, tensors, sm_margin)
     repeats.remember_call(key, tensors, recipe)
     return recipe
 

@@ -10,21 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..norm.modules import parameter_of
-from .parameters import Part
 from .step import Products, Sink, without_autocast
 
 
 class WeightGradients(nn.Module):
     """The part of LayerNormLinear that serves `fuse_wgrad_accumulation` and `delay_wgrad_compute`."""
-
-    out_features: int
-    in_features: int
-    return_bias: bool
-    use_bias: bool
-    sequence_parallel: bool
-    _over_ranks: bool
-    layer_norm_weight: nn.Parameter
-    _parts: list[Part]
 
     def __init__(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool):
         super().__init__()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ..norm import dispatch, launching
+from ..norm import checks, dispatch, launching
 from ..norm.functional import HALF, given
+from ..private import nothing_listens
 from .exchange import in_turn
 from .parallel import Ranks, Rows
-from .product import linear
 from .step import (
     GATHERED,
     NOTHING,
@@ -25,6 +28,9 @@ from .step import (
     normalised_again,
     recipe_at_once,
 )
+
+# The multiplications of a product that takes a GPU longer than Python takes to ask cuBLASLt for it.
+LARGE = 2**33
 
 
 class Wide:
@@ -101,6 +107,44 @@ class Wide:
 
 
 WIDE = Wide()
+
+
+def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return z weightᵀ + bias, by the algorithm of cuBLASLt that a table names if one does, without autograd."""
+    if not has_algorithm(z, weight) or (bias is not None and not bias.is_contiguous()) or not nothing_listens():
+        return F.linear(z, weight, bias)
+    from ...linear import gemm
+
+    rows, (outs, cols), index = z.numel() // z.shape[-1], weight.shape, z.get_device()
+    with torch.cuda.device(index):
+        y = z.new_empty(*z.shape[:-1], outs)
+        pointers = z.data_ptr(), weight.data_ptr(), y.data_ptr()
+        of_bias = 0 if bias is None else bias.data_ptr()
+        alignment = gemm.alignment_of(pointers[0] | pointers[1] | pointers[2] | of_bias)
+        kind = gemm.kind_of_rows(rows, outs, cols, checks.dtype_name(z.dtype), bias is not None, alignment, index)
+        product = gemm.of_thread.prepared(kind)
+        if not product.is_there(of_bias):
+            return F.linear(z, weight, bias)
+        workspace = z.new_empty(product.workspace, dtype=torch.uint8)
+        product.launch(*pointers, workspace.data_ptr(), torch.cuda.current_stream(index).cuda_stream)
+    return y
+
+
+def has_algorithm(z: Tensor, weight: Tensor) -> bool:
+    """Return whether a product is large, and a table names an algorithm of cuBLASLt for it."""
+    if z.numel() * len(weight) < LARGE or not z.is_cuda or not (z.is_contiguous() and weight.is_contiguous()):
+        return False
+    return _has_algorithm(z.numel() // z.shape[-1], *weight.shape, z.dtype, z.get_device())
+
+
+@lru_cache(maxsize=1024)
+def _has_algorithm(rows: int, outs: int, cols: int, dtype: torch.dtype, device_id: int) -> bool:
+    if find_spec("nvmath") is None:  # else `bindings` would log that CuPy's products are others
+        return False
+    from ...linear import gemm
+
+    kind = gemm.kind_of_rows(rows, outs, cols, checks.dtype_name(dtype), True, 16, device_id)
+    return gemm.bindings() is not None and bool(gemm.measured(kind))
 
 
 def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from ...private import check_version
 from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import check_classes, check_module, on_the_cpu, remedies
+from .classes import check_arguments, lines_of_left, on_the_cpu
 from .replace import Replacement, SwappedNorm, replace_norms
 
 # With fewer elements of x a step waits for the host. Measured on an H200 with LayerNorm, forward and backward: by
@@ -74,8 +74,7 @@ class Acceleration:
         for name, before in swapped.items():
             calls = f"; calls: {ran[name].by_cunorm} by cunorm, {ran[name].by_torch} by torch" if name in ran else ""
             lines.append(f"  {name}: {before}{calls}")
-        lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
-        lines += [f"  {line}" for line in remedies(left)]
+        lines += lines_of_left(left)
         lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
         compiled = f"norms of {COMPILED_FROM} elements, of torch.nn in a CUDA graph any, with our backward pass"
         lines.append(f"  under torch.compile: {compiled}")
@@ -132,8 +131,7 @@ def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Accel
       under torch.compile: norms of 8388608 elements, of torch.nn in a CUDA graph any, with our backward pass
     >>> accelerated.undo()
     """
-    check_module("accelerate", model)
-    check_classes("accelerate", norms)
+    check_arguments("accelerate", model, norms)
     for package in ("transformers", "diffusers"):
         check_version(package)
     without_nodes = nodes.build() if torch.cuda.is_available() else ""

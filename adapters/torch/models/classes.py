@@ -8,14 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def check_module(function: str, model: object) -> None:
-    """Raise TypeError unless `model` is a module."""
+def check_arguments(function: str, model: object, norms: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module; got {type(model).__name__}.")
-
-
-def check_classes(function: str, norms: object) -> None:
-    """Raise TypeError unless `norms` is a sequence of classes of modules."""
     classes = norms if isinstance(norms, Sequence) and not isinstance(norms, str) else [norms]
     for cls in classes:
         if classes is not norms or not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -46,9 +41,10 @@ def forward_replaced(module: nn.Module) -> str:
     return f"the forward of this {name} was replaced on the instance"
 
 
-def remedies(left: dict[str, str]) -> list[str]:
-    """Return the lines that a report adds once for all modules that were left."""
-    return [REMEDY] if any(reason.startswith(HOOKED) for reason in left.values()) else []
+def lines_of_left(left: dict[str, str]) -> list[str]:
+    """Return the lines of a report on the modules that were left, with one remedy for all of them."""
+    lines = [f"  {name}: left, {reason}" for name, reason in left.items()]
+    return [*lines, f"  {REMEDY}"] if any(reason.startswith(HOOKED) for reason in left.values()) else lines
 
 
 def on_the_cpu(model: nn.Module | None) -> list[str]:

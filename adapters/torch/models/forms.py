@@ -91,7 +91,6 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _arguments(module: nn.Module) -> int:
-    """Count the arguments of a module's forward."""
     return len(inspect.signature(type(module).forward).parameters) - 1  # without self
 
 
@@ -108,7 +107,6 @@ class _Formula(NamedTuple):
     gate_first: bool = False
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        """Compute y in float64."""
         y = x.double()
         gated = getattr(nn.functional, self.activation)(gate.double()) if self.activation else 1.0
         if self.gate_first:

@@ -6,7 +6,6 @@ state of its own; `self` is the module. Layers come from this module, and nothin
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +73,11 @@ class _Here:
         return self.layer
 
 
-class RMSNorm(nn.Module):
-    can_torch_compile = True
-    has_backward = True
+class _Layer(nn.Module):
+    can_torch_compile = has_backward = True
 
+
+class RMSNorm(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, dtype = self.weight, hidden_states.dtype
         if weight.dtype is not dtype:
@@ -85,10 +85,7 @@ class RMSNorm(nn.Module):
         return norm("rms_norm", hidden_states, weight.shape, weight, None, self.variance_epsilon, dtype, 0)
 
 
-class RMSNormZeroCentered(nn.Module):
-    can_torch_compile = True
-    has_backward = True
-
+class RMSNormZeroCentered(_Layer):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         return norm("zero_centered_rms_norm", x, weight.shape, weight, None, self.eps, x.dtype, 0)
@@ -97,10 +94,7 @@ class RMSNormZeroCentered(nn.Module):
 _GATED = {activation: gated_norm(activation) for activation in ACTIVATIONS}
 
 
-class RMSNormGated(nn.Module):
-    can_torch_compile = True
-    has_backward = True
-
+class RMSNormGated(_Layer):
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         gated = _GATED.get(self.activation)
         if gated is None:
@@ -110,11 +104,6 @@ class RMSNormGated(nn.Module):
 
 @private.constant
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    return _result_dtype_of(cls, x, weight)
-
-
-@functools.cache
-def _result_dtype_of(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """Return the dtype of y, found by trying the class: some classes return the wider dtype, others that of x."""
     probe = cls.__new__(cls)
     nn.Module.__init__(probe)

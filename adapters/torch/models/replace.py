@@ -19,7 +19,7 @@ from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm, is_left_to_torch
 from ..private import parameter_of, parameters_of
-from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
+from .classes import Swaps, check_arguments, forward_replaced, lines_of_left, on_the_cpu
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
 PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is remote code that transformers loads
@@ -58,8 +58,7 @@ class Replacement:
             lines.append(f"already replaced: {self._before} norms are cunorm's")
         lines.append(f"swapped {len(self.swapped)}, left {len(self.left)}")
         lines += [f"  {name}: {before}" for name, before in self.swapped.items()]
-        lines += [f"  {name}: left, {reason}" for name, reason in self.left.items()]
-        lines += [f"  {line}" for line in remedies(self.left)]
+        lines += lines_of_left(self.left)
         return "\n".join(lines)
 
 
@@ -106,8 +105,7 @@ def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Re
       2: left, BatchNorm1d of torch.nn.modules.batchnorm is neither a LayerNorm nor an RMSNorm
     >>> replaced.undo()
     """
-    check_module("replace_norms", model)
-    check_classes("replace_norms", norms)
+    check_arguments("replace_norms", model, norms)
     report = Replacement(_model=model)
     forms: dict[Hashable, Form | GatedForm | str] = {}
     for name, module in model.named_modules():

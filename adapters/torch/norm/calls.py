@@ -63,15 +63,6 @@ class Call:
             saved_names = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
         return saved_names
 
-    def through(self) -> tuple[str, ...]:
-        """Return the names of the operands whose gradients equal that of y."""
-        names = self.reads.get(("", "through"))  # no operand has such a name
-        if names is None:
-            added = added_after(self.operation, (*self.names, *self.numbers))
-            names = tuple(name for name in added if name in self.names)
-            self.reads["", "through"] = names
-        return names
-
 
 _made: dict[Hashable, Call] = {}
 _AFFINE = {operation: name for name, operation in NAMED.items()}
@@ -126,13 +117,8 @@ def _affine_call(
     store: Float8Store | None,
 ) -> Call:
     """Return the Call of a plain norm with or without weight and bias, by its name in NAMED."""
-    key = (name, has_weight, has_bias, dtype, sm_margins, store)
-    call = _made.get(key)
-    if call is None:
-        names = tuple(name for name, is_given in (("weight", has_weight), ("bias", has_bias)) if is_given)
-        call = call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
-        keep(_made, key, call)
-    return call
+    names = tuple(name for name, is_given in (("weight", has_weight), ("bias", has_bias)) if is_given)
+    return call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
 
 
 class Family(NamedTuple):
@@ -142,7 +128,7 @@ class Family(NamedTuple):
     layouts: dict[str, Layout]
     recipes: dict[Hashable, Backward]
     known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # as repeats.remember keeps them
-    has_through: bool  # the gradient of some operand may equal that of y
+    through: tuple[str, ...]  # the operands whose gradients equal that of y, unless dtypes differ
 
 
 class Forward(NamedTuple):
@@ -186,9 +172,9 @@ def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     key = tuple(contiguous.values())
     result = call.families.get(key)
     if result is None:
-        shape = contiguous["x"].shape
-        has_through = any(contiguous[name].shape == shape for name in call.through())
-        result = keep(call.families, key, Family(call, contiguous, {}, {}, has_through))
+        added, shape = added_after(call.operation, (*call.names, *call.numbers)), contiguous["x"].shape
+        through = tuple(name for name in added if name in call.names and contiguous[name].shape == shape)
+        result = keep(call.families, key, Family(call, contiguous, {}, {}, through))
     return result
 
 
@@ -213,6 +199,5 @@ def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) ->
     """Return the gradients that are dy itself, such as that of an operand added to the norm: no kernel writes them."""
     if dy is None:
         return {}
-    layouts, kind = family.layouts, (dy.shape, checks.dtype_name(dy.dtype))
-    through = [name for name in family.call.through() if name in wanted]
-    return {name: dy for name in through if (layouts[name].shape, layouts[name].dtype) == kind}
+    dtype = checks.dtype_name(dy.dtype)
+    return {name: dy for name in family.through if name in wanted and family.layouts[name].dtype == dtype}

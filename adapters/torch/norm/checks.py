@@ -54,7 +54,6 @@ def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
 
 
 def tensors(function: str, x: Any, weight: Any, bias: Any) -> None:
-    """Raise TypeError unless x is a tensor, and weight and bias are tensors or None."""
     for name, tensor in (("input", x), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name == "input"):
             raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
@@ -98,7 +97,6 @@ def forward(
 
 
 def output_dtype(function: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a dtype that y can have."""
     if not isinstance(value, torch.dtype) or dtype_name(value) not in ITEMSIZE:
         names = ", ".join(f"torch.{name}" for name in ITEMSIZE)
         raise TypeError(f"{function}: dtype must be one of {names}; got {value!r}.")

@@ -37,7 +37,8 @@ class DecomposedNorm(operators.Norm):
 
         y is computed from mean and rstd themselves, as the concatenated statistics would have to be in memory first.
         """
-        name, (weight, bias) = options.call(operands).affine, operators.weight_and_bias(options.names, operands)
+        weight, bias = operators.weight_and_bias(options.names, operands)
+        name = operators.described(options, operands).affine
         checks.forward(name, x, 1, weight, bias, options.dtype)
         wide = x.to(formulas.compute_dtype(x))
         if formulas.subtracts_mean(name):

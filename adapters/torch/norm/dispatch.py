@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call import broadcasting
+from ...call.recipe import scalars_of
+from ...plan.steps import Plan
 from ..private import applied, in_forward_mode, is_batched, nothing_else_listens, nothing_listens, under_functorch
-from . import calls, checks, formulas, launching, nodes, norm_nodes, operators, repeats
+from . import calls, checks, formulas, launching, nodes, operators, repeats
 from .calls import Call, Family
 from .launching import Saved
 
@@ -76,10 +78,7 @@ def run(
         if isinstance(tensors[0], sharding.DTensor):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     if not call.affine:  # functional.py has checked plain norms
-        layouts = {
-            name: checks.layout_in_memory(call.function, name, tensor)
-            for name, tensor in zip(call.names, tensors, strict=True)
-        }
+        layouts = launching.layouts_of(call, tensors)
         broadcasting.check_operands(call.function, layouts.pop("x"), layouts, demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
     if in_forward_mode() or (first.is_cuda and torch.onnx.is_in_onnx_export()):
@@ -103,8 +102,7 @@ def run_new(
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
     if forward == inference:  # C++ has one margin for both, and repeats.py does not ask whether autograd is on
-        compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
-        known = known._replace(compiled=nodes.call_of(compiled_pass))
+        known = known._replace(compiled=nodes.call_of(compiled_pass(known.recipe, tensors, numbers, eps, gradients_of)))
         repeats.remember_call(key, tensors, known)
     return run_known(known, tensors)
 
@@ -116,6 +114,75 @@ def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], 
     recipe = launching.recipe_of(call, tensors, forward if any(mask) and grad_enabled() else inference)
     names, saved = (*call.names, *call.operation.returns), call.saved(call.wanted(mask))
     return Known(recipe, numbers, eps, any(mask), saved, tuple(map(names.index, saved)))
+
+
+def compiled_pass(
+    recipe: launching.Forward,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    eps: float,
+    gradients: Callable[..., Sequence[Tensor | None]],
+    *,
+    saved: tuple[str, ...] | None = None,
+    in_place: bool = False,
+) -> Any:
+    """Describe a pass for tensors like these to nodes.py; return None if Python alone serves them.
+
+    `gradients` is `gradients_of`, or what does the same. `saved` are the names of what is saved, by default of what a
+    backward pass reads. With `in_place` dx may take the memory of dy.
+    """
+    if recipe.plan is None or recipe.copies or any(tensor.data_ptr() % 16 for tensor in tensors):
+        return None
+    family = recipe.family
+    call = family.call
+    returns = call.operation.returns
+    names = call.saved(call.wanted(tuple(tensor.requires_grad for tensor in tensors))) if saved is None else saved
+    by_name = dict(zip(call.numbers, numbers, strict=True))
+
+    # The description outlives the call: these functions must not hold its tensors.
+    def backward(
+        norm_pass: Any, incoming: Sequence[Any], statistics: Tensor, tensors: Sequence[Tensor], bits: int
+    ) -> Any:
+        incoming_by_name = dict(zip(returns, incoming, strict=True))
+        dy, ds = incoming_by_name.get("y"), incoming_by_name.get("s")
+        mask = tuple(bool(bits >> place & 1) for place in range(len(call.names)))
+        saved_tensors = Saved(names, tensors, numbers, statistics)
+        are_launchable = all(gradient is None or launchable(gradient) for gradient in incoming)
+        if are_launchable and add(norm_pass, dy, ds, saved_tensors, bits, mask):
+            return None
+        return gradients(family, saved_tensors, eps, dy, ds, mask)
+
+    def add(norm_pass: Any, dy: Any, ds: Any, saved_tensors: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
+        wanted = call.wanted(mask)
+        through = calls.given_through(family, wanted, dy)
+        computed = tuple(name for name in wanted if name not in through)
+        if not computed:
+            return False
+        recipe = launching.backward_recipe_of(family, saved_tensors, dy, ds, computed)
+        if recipe.plan is None or recipe.copies or recipe.sums or recipe.zeros is not None:
+            return False
+        into_dy = in_place and launching.takes_dx(dy, recipe)
+        results = dict(zip(recipe.written, recipe.gradients, strict=True))
+        if into_dy:
+            del results["dx"]
+        written, is_dy = tuple(results), -2 - returns.index("y")
+        places = dict.fromkeys(call.names, -1) | dict.fromkeys(through, is_dy)
+        for name, place in zip(computed, recipe.places, strict=True):
+            into = recipe.written[place]
+            places[name] = written.index(into) if into in results else is_dy
+        incoming = {f"d{name}": {"y": dy, "s": ds}[name] for name in returns}
+        tensors = dict(zip(names, saved_tensors.tensors, strict=True))
+        work = nodes.Work(recipe.plan, results, recipe.rstd_offset, scalars(recipe.plan, by_name))
+        statistics = saved_tensors.statistics
+        return nodes.add_backward(norm_pass, work, incoming, statistics, tensors, bits, (*places.values(),), into_dy)
+
+    def scalars(plan: Plan, numbers_by_name: dict[str, float]) -> dict[str, float]:
+        return dict(zip(plan.problem.scalars, scalars_of(plan, numbers_by_name), strict=True))
+
+    results = dict(zip(returns, recipe.results, strict=True))
+    work = nodes.Work(recipe.plan, results, recipe.rstd_offset, scalars(recipe.plan, by_name | {"eps": eps}))
+    named_tensors = dict(zip(call.names, tensors, strict=True))
+    return nodes.forward_pass(work, named_tensors, recipe.statistics, names, backward)
 
 
 def run_known(known: Known, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -196,7 +263,7 @@ def gradients_of(
         return [None] * len(call.names)
     wanted = computed = call.masks.get(mask) or call.wanted(mask)
     by_name: dict[str, Tensor] = {}
-    if family.has_through:
+    if family.through:
         by_name = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in by_name)
     results: Sequence[Tensor] = ()

@@ -66,7 +66,6 @@ def _is_one_launch(tensors: Mapping[str, Tensor]) -> bool:
 def _launched(
     call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, scale: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the results of the kernel by name."""
     read = tensors if scale is None else (*tensors, scale)
     recipe = launching.recipe_of(call, read, call.sm_margins[2])
     results, _ = launching.forward_by(recipe, read, numbers, eps, False)
@@ -87,7 +86,6 @@ def _stored(
 
 
 def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
-    """Raise ValueError if a gradient is wanted, as FP8 output has none."""
     if operators.wants_gradient(*tensors):
         raise ValueError(
             f"{function}: {names} must want no gradient, as FP8 output has none; got one that does. Use "
@@ -105,21 +103,6 @@ def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Sto
     name = name_of(operation.norm, weight is not None and dict(operation.defaults)["weight"] == 0)
     scale = bound(name, x, weight, bias).amax() / FLOAT8[store.format]
     return torch.where(scale > 0, scale, 1.0)
-
-
-def row_recipe(
-    name: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wide_dtype: torch.dtype | None,
-    dtype: str,
-    sm_margin: int,
-) -> launching.Forward:
-    """Return the recipe of a plain norm with FP8 output, with a scale for each row, and y in `wide_dtype` if given."""
-    store = Float8Store(dtype, "row", wide_dtype is not None)
-    call = affine_call(name, weight, bias, wide_dtype, (sm_margin,) * 3, store)
-    return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,6 @@ from .modules import Options
 class _AddNorm(Options):
     """What AddLayerNorm and AddRMSNorm have beyond torch's modules."""
 
-    s_dtype: torch.dtype | None
-    dropout_p: float
-    normalized_shape: tuple[int, ...]
-    training: bool
     _shown = ("zero_centered_gamma", "s_dtype", "dropout_p")
 
     def _added(

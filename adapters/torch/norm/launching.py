@@ -150,7 +150,7 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
 def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
     """Return the recipe of a call that differs from an earlier one in its number of rows alone."""
     shape = layouts["x"].shape
-    plan = _plan_of_rows(like.plan, shape)
+    plan = plan_of(like.plan.problem.with_rows(math.prod(shape[:-1])), like.plan.device)
     (statistics, *_), _, dtype = like.statistics
     return like._replace(
         plan=plan,
@@ -159,11 +159,6 @@ def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
         rstd_offset=_rstd_offset(plan),
         family=family(like.family.call, layouts),
     )
-
-
-def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
-    """Return the plan of a call that differs from an earlier one in its number of rows alone; `shape` is that of x."""
-    return plan_of(like.problem.with_rows(math.prod(shape[:-1])), like.device)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -363,7 +358,7 @@ def _backward_of_rows(like: Backward, family: Family) -> Backward:
     """Return the recipe of a backward pass that differs from an earlier one in its number of rows alone."""
     shape = family.layouts["x"].shape
     gradients = tuple(gpu.contiguously(shape, memory[2]) if len(memory[0]) > 1 else memory for memory in like.gradients)
-    plan = _plan_of_rows(like.plan, shape)
+    plan = plan_of(like.plan.problem.with_rows(math.prod(shape[:-1])), like.plan.device)
     return like._replace(plan=plan, gradients=gradients, rstd_offset=_rstd_offset(plan), family=family)
 
 

@@ -178,12 +178,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
 class RMSNorm(_Norm, nn.RMSNorm):
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
-    Parameters, attributes and errors are those of `LayerNorm`, without bias; `eps=None` means what it means in
+    Parameters, attributes, errors and notes are those of `LayerNorm`, without bias; `eps=None` means what it means in
     `cunorm.torch.rms_norm`.
-
-    Notes
-    -----
-    With device="meta" the parameters have no memory, even after `reset_parameters`, as in `LayerNorm`.
 
     Examples
     --------

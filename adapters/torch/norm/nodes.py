@@ -111,7 +111,6 @@ def build_in_background() -> None:
 
 
 def compiler() -> str:
-    """Return the command of the C++ compiler."""
     return os.environ.get("CXX", "c++")
 
 
@@ -303,11 +302,11 @@ def add_backward(
     the i-th of `gradients` itself. With `in_place` dx takes the memory of dy.
     """
     compiled = module()
-    read = (*(tensor for tensor in gradients.values() if tensor is not None), statistics, *saved.values())
+    saved_tensors = (statistics, *saved.values())
+    read = (*(tensor for tensor in gradients.values() if tensor is not None), *saved_tensors)
     if compiled is None or any(tensor.data_ptr() % 16 for tensor in read):
         return False
     launches = _launches(work, statistics.get_device(), (*gradients, *saved), in_place)
-    saved_tensors = (statistics, *saved.values())
     compiled.add_backward(norm_pass, tuple(gradients.values()), saved_tensors, mask, launches, tuple(places))
     return True
 

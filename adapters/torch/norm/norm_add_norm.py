@@ -54,27 +54,19 @@ def _calls_of(
     s_dtype: str | None,
     sm_margins: tuple[int, int, int],
 ) -> _Calls:
-    key = (zero_centered_gamma, names, dtype, s_dtype, sm_margins)
-    calls = _calls.get(key)
-    if calls is None:
-        first_names = tuple(name for name in names if name != "second_weight")
-        next_names = tuple(name for name in names if name == "second_weight")
-        first, then, backward = norm_add_norm_steps(zero_centered_gamma)
-        function = "rms_norm_add_rms_norm"
-        calls = _calls[key] = _Calls(
-            call_of(function, first, first_names, (), KINDS, s_dtype, None, sm_margins),
-            call_of(function, then, next_names, (), KINDS, dtype, None, sm_margins),
-            call_of(function, backward, next_names, (), KINDS, dtype, None, sm_margins),
-            call_of(function, norm_add_norm(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
-        )
-    return calls
-
-
-_calls: dict[tuple, _Calls] = {}
+    first_names = tuple(name for name in names if name != "second_weight")
+    next_names = tuple(name for name in names if name == "second_weight")
+    first, then, backward = norm_add_norm_steps(zero_centered_gamma)
+    function = "rms_norm_add_rms_norm"
+    return _Calls(
+        call_of(function, first, first_names, (), KINDS, s_dtype, None, sm_margins),
+        call_of(function, then, next_names, (), KINDS, dtype, None, sm_margins),
+        call_of(function, backward, next_names, (), KINDS, dtype, None, sm_margins),
+        call_of(function, norm_add_norm(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
+    )
 
 
 def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """Return (y, s)."""
     count = len(calls.first.names)
     if not torch.compiler.is_compiling() and dispatch.at_once(tensors):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

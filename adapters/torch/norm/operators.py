@@ -75,10 +75,6 @@ class Forward(NamedTuple):
     sm_margin: int
     backward_sm_margin: int
 
-    def call(self, operands: Sequence[Any]) -> Call:
-        """Return the call that these options describe, of as many tensors as `operands`."""
-        return _call_of(self, operands, checks.dtype_name(self.dtype))
-
     def backward(self, dtypes: list[str]) -> Backward:
         """Return the options of the backward operator, with every gradient wanted."""
         wanted = [True] * len(dtypes)
@@ -99,10 +95,6 @@ class Backward(NamedTuple):
     dtypes: list[str]  # those of x and the operands
     wanted: Sequence[bool]  # whether the gradients of x and the operands are wanted
     sm_margin: int
-
-    def call(self, operands: Sequence[Any]) -> Call:
-        """Return the call that these options describe, of as many tensors as `operands`."""
-        return _call_of(self, operands, None)
 
 
 def forward_options(
@@ -134,8 +126,8 @@ def backward_options(
     return forward_options(call, numbers, eps, dtypes[0], True, True).backward(dtypes)._replace(wanted=wanted)
 
 
-def _call_of(options: Forward | Backward, operands: Sequence[Any], dtype: str | None) -> Call:
-    """Return the call that an operator's arguments describe; raise ValueError, before anything is compiled, if none."""
+def described(options: Forward | Backward, operands: Sequence[Any]) -> Call:
+    """Return the call that options describe for as many tensors as `operands`; raise ValueError if there is none."""
     count, names = len(operands), tuple(options.names)  # the first operands are tensors, the others numbers
     if count + len(options.numbers) != len(names):
         raise ValueError(
@@ -144,6 +136,7 @@ def _call_of(options: Forward | Backward, operands: Sequence[Any], dtype: str | 
         )
     operation = _operation(options.norm, options.prologue, options.epilogue, names, tuple(options.returns))
     s_dtype = checks.dtype_name(options.s_dtype) if options.prologue else None
+    dtype = checks.dtype_name(options.dtype) if isinstance(options, Forward) else None
     margins = (options.sm_margin,) * 3
     return call_of("fused_norm", operation, names[:count], names[count:], (), dtype, s_dtype, margins)
 
@@ -173,7 +166,7 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
 
 def _forward_cuda(x, operands, *arguments):
     options = Forward(*arguments)
-    call, tensors = options.call(operands), [x, *operands]
+    call, tensors = described(options, operands), [x, *operands]
     recipe = checks.raising_as_torch(launching.recipe_of, call, tensors, options.sm_margin)
     numbers, eps, wants_statistics = options.numbers, options.eps, options.wants_statistics
     results, statistics = checks.raising_as_torch(launching.forward_by, recipe, tensors, numbers, eps, wants_statistics)
@@ -182,7 +175,7 @@ def _forward_cuda(x, operands, *arguments):
 
 def _forward_cpu(x, operands, *arguments):
     options = Forward(*arguments)
-    call = options.call(operands)
+    call = described(options, operands)
     if not has_own_kernel(call, x, operands):
         return forward_by_formulas(x, operands, *arguments)
     _check(call, [x, *operands])
@@ -194,7 +187,7 @@ def _forward_cpu(x, operands, *arguments):
 def forward_by_formulas(x, operands, *arguments):
     """Return what `fused_norm_forward` does, by torch's own operators."""
     options = Forward(*arguments)
-    call = options.call(operands)
+    call = described(options, operands)
     _check(call, [x, *operands])
     values = values_of(call, [x, *operands], options.numbers)
     results, statistics = formulas.forward(call.operation, values, options.eps, options.dtype, options.s_dtype)
@@ -274,7 +267,7 @@ def backward_by_torch(
 
 def _backward_cuda(dy, ds, x, operands, s, statistics, *arguments):
     options = Backward(*arguments)
-    call, tensors = options.call(operands), [x, *operands]
+    call, tensors = described(options, operands), [x, *operands]
     layouts = {
         name: checks.layout_in_memory(call.function, name, tensor)._replace(dtype=dtype)
         for name, tensor, dtype in zip(call.names, tensors, options.dtypes, strict=True)
@@ -289,7 +282,7 @@ def _backward_cuda(dy, ds, x, operands, s, statistics, *arguments):
 
 def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
     options = Backward(*arguments)
-    call = options.call(operands)
+    call = described(options, operands)
     if not has_own_kernel(call, x, operands) or wants_gradient(dy, x, *operands):
         return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
     weight, _ = weight_and_bias(options.names, operands)
@@ -301,7 +294,7 @@ def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
 def backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments):
     """Return what `fused_norm_backward` does, by torch's own operators."""
     options = Backward(*arguments)
-    call, tensors = options.call(operands), [x, *operands]
+    call, tensors = described(options, operands), [x, *operands]
     if wants_gradient(dy, ds, *tensors, s):
         statistics = statistics_again(call, options, tensors, s)
     return formula_gradients(call, options, dy, ds, tensors, s, statistics)
@@ -343,7 +336,7 @@ def statistics_again(call: Call, options: Backward, tensors: Sequence[Tensor], s
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
 def _forward_fake(x, operands, *arguments):
     options = Forward(*arguments)
-    _check(options.call(operands), [x, *operands])
+    _check(described(options, operands), [x, *operands])
     y = x.new_empty(x.shape, dtype=options.dtype)
     s = x.new_empty(x.shape, dtype=options.s_dtype) if "s" in options.returns else _absent(x)
     if not options.wants_statistics:
@@ -355,7 +348,7 @@ def _forward_fake(x, operands, *arguments):
 @torch.library.register_fake("cunorm::fused_norm_backward", lib=_library)
 def _backward_fake(dy, ds, x, operands, s, statistics, *arguments):
     options = Backward(*arguments)
-    options.call(operands)
+    described(options, operands)
     return [
         x.new_empty(tensor.shape, dtype=getattr(torch, dtype))
         for tensor, dtype, wants in zip((x, *operands), options.dtypes, options.wanted, strict=True)
@@ -379,7 +372,7 @@ class Norm(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, options, *operands = inputs
         _, s, statistics = output
-        call, returned = options.call(operands), "s" in options.returns
+        call, returned = described(options, operands), "s" in options.returns
         ctx.mark_non_differentiable(statistics, *(() if returned else (s,)))
         ctx.set_materialize_grads(False)
         x_wants, _, *wanted = ctx.needs_input_grad
@@ -400,7 +393,7 @@ class Norm(torch.autograd.Function):
         s, statistics, *tensors = ctx.saved_tensors
         x_wants, _, *wanted = ctx.needs_input_grad
         options = ctx.options._replace(wanted=(x_wants, *wanted))
-        dx, *operand_gradients = gradients(options.call(wanted), options, dy, ds, tensors, s, statistics)
+        dx, *operand_gradients = gradients(described(options, wanted), options, dy, ds, tensors, s, statistics)
         return dx, None, *operand_gradients
 
 
@@ -418,7 +411,7 @@ class NormBackward(torch.autograd.Function):
         dy, _, ctx.options, x, *operands = inputs
         weight, _ = weight_and_bias(ctx.options.names, operands)
         ctx.save_for_backward(dy, x, weight)
-        ctx.name = ctx.options.call(operands).affine
+        ctx.name = described(ctx.options, operands).affine
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -484,7 +477,7 @@ def _apply(x, operands, *arguments):
 def _apply_backward(dy, ds, x, operands, s, statistics, *arguments):
     """Apply `NormBackward` to the arguments of its operator, or formulas under functorch and beyond plain norms."""
     options = Backward(*arguments)
-    if private.under_functorch() or not options.call(operands).affine:
+    if private.under_functorch() or not described(options, operands).affine:
         return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
     return list(NormBackward.apply(dy, statistics, options, x, *operands))
 
