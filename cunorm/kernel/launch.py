@@ -106,18 +106,17 @@ def prepared(plan: Plan, device_id: int, thread: int) -> tuple[tuple[Write, Laun
 def _pick(names: tuple[str, ...], pointers: tuple[Pointer | Matrix, ...], scalars: tuple[str, ...]) -> Pick:
     """Return a function that picks the arguments of a launch from those of `names`."""
     places = {name: place for place, name in enumerate(names)}
-    taken = [(places[pointer.name], pointer.offset) for pointer in pointers]
-    taken += [(places[name], 0) for name in scalars]
-    if any(isinstance(pointer, Matrix) for pointer in pointers):
-        matrices = [pointer if isinstance(pointer, Matrix) else None for pointer in pointers] + [None] * len(scalars)
-        described = [(matrix, place, offset) for matrix, (place, offset) in zip(matrices, taken, strict=True)]
+    # Where each stands, its offset, and what describes a matrix.
+    taken = [(places[name], offset, matrix) for name, offset, *matrix in pointers]
+    taken += [(places[name], 0, []) for name in scalars]
+    if any(matrix for _, _, matrix in taken):
         return lambda given: [
-            driver.tensor_map(given[place] + offset, *matrix[2:]) if matrix else given[place] + offset
-            for matrix, place, offset in described
+            driver.tensor_map(given[place] + offset, *matrix) if matrix else given[place] + offset
+            for place, offset, matrix in taken
         ]
-    if len(taken) > 1 and not any(offset for _, offset in taken):
-        return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
-    return lambda given: [given[place] + offset for place, offset in taken]
+    if len(taken) > 1 and not any(offset for _, offset, _ in taken):
+        return operator.itemgetter(*[place for place, _, _ in taken])  # 0.4 us less than a list
+    return lambda given: [given[place] + offset for place, offset, _ in taken]
 
 
 def context(device_id: int) -> int:
