@@ -143,7 +143,7 @@ def test_compile_shows_how_a_norm_and_its_product_run(tmp_path):
     output = output_of(command(tmp_path, "compile", *product, "--dtype", "bfloat16", "--show", "plan", cupy="absent"))
     h200, h100 = output.splitlines()
     assert h200.startswith("H200: split, ")
-    assert h100.startswith("H100: one launch: ")
+    assert h100.startswith("H100: overlapped: ")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,20 @@ def test_values_and_gradients(device, keep, op, dtype, offset, shape):
     assert device == "cpu" or same(without, y.detach())
 
 
+@on_devices
+def test_the_gradient_of_ln_bias_is_rounded_once(device):
+    """It has a dtype of its own, and is not rounded to that of ln_weight."""
+    call = linear_reference.inputs("layer_norm", 12, 32, 16, "bfloat16")
+    *inputs, ln_bias = (t.detach() for t in tensors(call, device))
+    ln_bias = ln_bias.float().requires_grad_()
+    y = layer_norm_linear(*inputs, ln_bias, call.eps)
+    dy = tensor(call.dy).to(device)
+    (gradient,) = torch.autograd.grad(y, [ln_bias], dy)
+    dz = (dy.double() @ inputs[1].double()).bfloat16()
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient.double(), dz.double().sum(0), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.gpu
 @keeping
 @pytest.mark.parametrize("op", OPS)

@@ -296,9 +296,10 @@ def normalised_again(saved: Saved, step: Step, place: Tensor | None = None) -> T
 
 def norm_gradients(dz: Tensor, in_place: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):
     """Return the gradients of the norm. With `in_place` dx may take the memory of dz, as nothing else refers to it."""
-    statistics, x, _, ln_weight, *_ = saved
-    operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
-    return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=in_place)
+    statistics, x, _, ln_weight, ln_bias, *_ = saved
+    read = (step.operation, dz, x, statistics, ln_weight, step.eps, mask, step.backward_sm_margin)
+    bias_dtype = None if ln_bias is None else ln_bias.dtype
+    return dispatch.affine_gradients(*read, in_place=in_place, bias_dtype=bias_dtype)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

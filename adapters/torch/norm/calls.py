@@ -178,16 +178,20 @@ def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     return result
 
 
-def affine_family(name: str, x: Tensor, weight: Tensor | None, sm_margin: int) -> Family:
-    """Return the Family of a plain norm whose bias is not known; dbias gets the dtype of weight, else of x."""
-    key = ("affine", name, sm_margin, x.shape, x.dtype, x.get_device(), None if weight is None else weight.dtype)
+def affine_family(
+    name: str, x: Tensor, weight: Tensor | None, sm_margin: int, bias_dtype: torch.dtype | None = None
+) -> Family:
+    """Return the Family of a plain norm whose bias is not given; dbias gets `bias_dtype`, else that of weight or x."""
+    of_weight = None if weight is None else weight.dtype
+    key = ("affine", name, sm_margin, x.shape, x.dtype, x.get_device(), of_weight, bias_dtype)
     result = _families.get(key)
     if result is None:
         call = affine_call(name, weight, x, None, (sm_margin,) * 3)
         tensors = {"x": x} if weight is None else {"x": x, "weight": weight}
         layouts = {name: checks.layout_in_memory(call.function, name, tensor) for name, tensor in tensors.items()}
         last = layouts["weight" if weight is not None else "x"]
-        layouts["bias"] = last._replace(shape=last.shape[-1:], strides=(1,))
+        dtype = last.dtype if bias_dtype is None else checks.dtype_name(bias_dtype)
+        layouts["bias"] = last._replace(shape=last.shape[-1:], strides=(1,), dtype=dtype)
         result = keep(_families, key, family(call, layouts))
     return result
 

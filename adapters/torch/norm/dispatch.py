@@ -308,13 +308,14 @@ def affine_gradients(
     *,
     in_place: bool = False,
     dx_out: Tensor | None = None,
+    bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight and bias of a plain norm, by its name in NAMED; None where `mask` is False.
 
-    They are differentiable if autograd is on. dbias has the dtype of weight, or of x if there is no weight. With
+    They are differentiable if autograd is on. dbias has `bias_dtype`; None: the dtype of weight, else of x. With
     `in_place` dx may take the memory of dy. With `dx_out` dx is written there, and the tensors must be launchable.
     """
-    family = calls.affine_family(name, x, weight, sm_margin)
+    family = calls.affine_family(name, x, weight, sm_margin, bias_dtype)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)
     wanted = tuple(operand for operand, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
     if dx_out is not None:
@@ -324,7 +325,8 @@ def affine_gradients(
         if recipe is None or grad_enabled() or not nothing_else_listens():
             if not (launchable(dy) and at_once(saved.tensors)):
                 call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
-                dtypes = (x.dtype, *[x.dtype if weight is None else weight.dtype] * 2)
+                of_weight = x.dtype if weight is None else weight.dtype
+                dtypes = (x.dtype, of_weight, bias_dtype or of_weight)
                 return tuple(_affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask))
             recipe = launching.new_backward(family, saved, dy, None, wanted)
     remaining = iter(launching.backward_by(recipe, saved, dy, None, in_place, dx_out))
