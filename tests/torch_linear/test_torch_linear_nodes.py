@@ -56,6 +56,7 @@ def a_call(
     *,
     dtype: str = "bfloat16",
     norms: str | None = "bfloat16",
+    ln_bias: str | None = None,
     bias: bool = True,
     leading: tuple[int, ...] = (5,),
     frozen: tuple[str, ...] = (),
@@ -72,7 +73,7 @@ def a_call(
         "weight": random(cols, outs, dtype=kind, seed=1).t() if transposed else random(outs, cols, dtype=kind, seed=1),
         "bias": random(outs, dtype=kind, seed=2) if bias else None,
         "ln_weight": None if norms is None else random(cols, dtype=getattr(torch, norms), seed=3),
-        "ln_bias": None if norms is None or of_rms else random(cols, dtype=getattr(torch, norms), seed=4),
+        "ln_bias": None if norms is None or of_rms else random(cols, dtype=getattr(torch, ln_bias or norms), seed=4),
     }
     tensors = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
     wanting = [tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None and name not in frozen]
@@ -83,6 +84,7 @@ def a_call(
 CALLS: dict[str, dict[str, Any]] = {
     "all five": {},
     "float32 norm": {"norms": "float32"},
+    "float32 ln_bias": {"ln_bias": "float32"},
     "no bias": {"bias": False},
     "no norm weights": {"norms": None},
     "rms_norm": {"normalization": "RMSNorm", "bias": False, "zero_centered_gamma": True},
