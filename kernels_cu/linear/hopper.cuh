@@ -133,8 +133,8 @@ struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
-// A box of a matrix from global to shared memory; `barrier` counts all of its bytes, also those beyond the matrix, which
-// are zeros.
+// A box of a matrix from global to shared memory; `barrier` counts all of its bytes, also those beyond the matrix,
+// which are zeros.
 DEVICE void tensor_copy(void* to, const TensorMap& map, int column, int row, Barrier& barrier,
                         unsigned long long policy) {
   asm volatile(
@@ -146,9 +146,9 @@ DEVICE void tensor_copy(void* to, const TensorMap& map, int column, int row, Bar
 
 // Products of a warpgroup, of which the text of a kernel has the instruction for its number of outs:
 // multiply_group(T{}, sums, z, weight, adds): sums(64, outs) (+)= z(64, 16) weight(outs, 16)ᵀ
-// where z and weight are places in shared memory as matrix_in_shared tells them. The lane `row * 4 + part` of the warp w
-// has of sums the columns 2 * part and 2 * part + 1 of each block of 8, of row 16 * w + row, then of the eighth row after.
-// Products run beside the threads, and those that were started together end together.
+// where z and weight are places in shared memory as matrix_in_shared tells them. The lane `row * 4 + part` of the warp
+// w has of sums the columns 2 * part and 2 * part + 1 of each block of 8, of row 16 * w + row, then of the eighth row
+// after. Products run beside the threads, and those that were started together end together.
 
 // Dynamic shared memory for matrices: rows of 128 bytes, of which eight are swizzled within 1024 bytes.
 DEVICE char* shared_matrices() {

@@ -1,5 +1,5 @@
-// y = z weightᵀ + bias by the tensor cores of sm_90a, launched so that it begins while the norm that makes z still runs:
-// weight is on its way before z is there.
+// y = z weightᵀ + bias by the tensor cores of sm_90a, launched so that it begins while the norm that makes z still
+// runs: weight is on its way before z is there.
 //
 // Every CTA has all rows of z and kOuts rows of weight. One warp, the producer, fills a ring of stages, each 64 columns
 // of both; each warpgroup multiplies 64 rows of z.
@@ -30,8 +30,8 @@ struct ProductMemory {
   Barrier full[Tile::kStages], empty[Tile::kStages];
 };
 
-// One thread: weight and z in the order in which they are needed. Boxes of z have as many rows as z: with rows beyond it
-// the product of 32 rows, 2880 -> 5120, took 1.14 times as long. What stands in their place is multiplied in vain.
+// One thread: weight and z in the order in which they are needed. Boxes of z have as many rows as z: with rows beyond
+// it the product of 32 rows, 2880 -> 5120, took 1.14 times as long. What stands in their place is multiplied in vain.
 template <class T, class Tile, class Memory>
 DEVICE void produce(const TensorMap& z, const TensorMap& weight, Memory& memory, int stages, int rows, int first_out) {
   const int bytes = (rows + Tile::kOuts) * kStageColumns * static_cast<int>(sizeof(T));
@@ -55,8 +55,8 @@ DEVICE void produce(const TensorMap& z, const TensorMap& weight, Memory& memory,
   }
 }
 
-// Lanes of a row have, of each of four blocks of 8 columns, the two columns that their place among four says. Afterwards
-// each has all columns of the block of its place.
+// Lanes of a row have, of each of four blocks of 8 columns, the two columns that their place among four says.
+// Afterwards each has all columns of the block of its place.
 DEVICE void gather_block(uint32 (&words)[4]) {
   const int place = static_cast<int>(threadIdx.x) % 4;
   const auto exchange = [&](uint32& low, uint32& high, int lane_mask) {

@@ -55,7 +55,7 @@ namespace {
 constexpr std::size_t kGuard = 4096;
 constexpr std::size_t kStack = 256 << 10;
 constexpr std::size_t kMatrixAlignment = 1024;  // the largest that kernels_cu asks for
-constexpr int kPoison = 0xff;                  // a byte of NaN in every format: what nobody wrote shows in the results
+constexpr int kPoison = 0xff;                   // a byte of NaN in every format: what nobody wrote shows in the results
 
 // AddressSanitizer has to know on which stack the program is.
 #ifdef CUNORM_ADDRESS
