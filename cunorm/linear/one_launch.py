@@ -136,7 +136,7 @@ def _whole(size: int, multiple: int) -> int:
 
 
 def why_not(problem: LinearProblem, device: Device) -> str:
-    """Return why a problem that tensor cores can take cannot run so; empty if it can."""
+    """Return why a problem that tensor cores can take cannot be one launch; empty if it can."""
     if not 1 <= problem.rows <= ROWS[-1]:
         return f"it is for up to {ROWS[-1]} rows, not {problem.rows}"
     if "float64" in (problem.ln_weight, problem.ln_bias):
@@ -155,9 +155,8 @@ def rows_of(problem: LinearProblem) -> int:
     return next((most for most in ROWS if problem.rows <= most), 0)
 
 
-def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OtherPlan:
-    """Return the launch of a problem that need not be split, by the first division that fits unless one is given."""
-    division = division or divisions(problem, device)[0]
+def plan(problem: LinearProblem, device: Device, division: Division) -> OtherPlan:
+    """Return the launch of a problem of which nothing says why not, by one of its divisions."""
     spec = _spec(replace(problem, rows=division.rows), division, device)
     tiles = problem.outs // TILE_OUTS
     clusters = min(tiles, device.resident_clusters(division.cluster, 1))

@@ -15,13 +15,13 @@ from ..plan.plan import plan as norm_plan
 from ..plan.problem import ITEMSIZE, ceil_div
 from ..plan.spec import WARP, NormSpec, OtherSpec
 from ..plan.steps import WORKSPACE, Matrix, Names, OtherPlan, Pointer, Step
+from .one_launch import BARRIER
 from .problem import LinearProblem
 
 # As in kernels_cu/linear/product.cu.
 STAGE_COLUMNS = 64
 GROUP_ROWS = 64
 GROUP_WARPS = 4
-BARRIER = 8  # bytes
 
 OUTS = 8  # those of a CTA are a multiple of this
 MOST_OUTS = {64: 256, 128: 256, 192: 128}  # of a CTA by its rows, so that sums stay in registers
@@ -30,7 +30,7 @@ MOST_STAGES = 10
 RING_BYTES = 200 << 10
 AHEAD = 2  # stages
 ALIGNMENT = 1024
-# Where a call's arrays stand among those of the norm and of the product.
+# What the arrays of the norm's own problem are called here.
 OF_NORM = {"x": "x", "weight": "ln_weight", "bias": "ln_bias", "y": WORKSPACE, "mean": "mean", "rstd": "rstd"}
 INSTRUCTION_DTYPE = {"float16": "f16", "bfloat16": "bf16"}
 
@@ -96,7 +96,7 @@ def multiply_group(dtype: str, outs: int) -> str:
 
 
 def why_not(problem: LinearProblem, device: Device) -> str:
-    """Return why a problem that tensor cores can take cannot run so; empty if it can."""
+    """Return why a problem that tensor cores can take cannot overlap; empty if it can."""
     if not 1 <= problem.rows <= ROWS[-1]:
         return f"it is for up to {ROWS[-1]} rows, not {problem.rows}"
     if not device.overlaps_launches:

@@ -14,20 +14,21 @@ from ..plan.problem import ITEMSIZE
 from ..plan.steps import OtherPlan
 from ..plan.tables import OVERLAPPED, REACH, SPLIT, tables_of
 from . import one_launch, overlapped
+from .one_launch import VECTOR_COLS
 from .problem import LinearProblem
 
 ROWS = (*one_launch.ROWS, *overlapped.ROWS)  # what was measured serves up to so many rows
 DTYPES = ("float16", "bfloat16")
-VECTOR_COLS = 8  # the columns of a vector of 16 bits
 
-# The rule, from 210 layers on an H100 (docs/tuning.md).
-MOST_BANDWIDTH = 28  # GB/s per SM, in which an H100 has 25 and an H200 36
-MOST_ROWS_AT_ONCE = 8  # one launch wins for so many rows of any layer,
-ROWS_OF_LONG_ONES, LONG_ROW = 16, 2048  # and for so many rows of so many columns.
-ALONE_BYTES = 28 << 10  # more of x is divided among CTAs
-FEW_COLUMNS = 1024  # overlapped launches win for so many columns,
-LEAST_OUTS = {8: 24, 16: 24, 32: 24, 64: 24, 128: 32, 192: 48}  # and for so many outs a CTA, by ROWS;
-MOST_OUTS = 192  # never for more.
+# The rule was found by 210 layers on an H100 (docs/tuning.md), which has 25 GB/s per SM; an H200 has 36.
+MOST_BANDWIDTH = 28
+# One launch wins for so many rows of any layer, and for so many of long rows. More of x than this is divided.
+ONE_LAUNCH_ROWS, ONE_LAUNCH_LONG_ROWS, LONG_ROW = 8, 16, 2048
+UNDIVIDED_BYTES = 28 << 10
+# Overlapped launches win for few columns, and otherwise for so many outs of a CTA, by ROWS; never for more than this.
+FEW_COLUMNS = 1024
+LEAST_OUTS = {8: 24, 16: 24, 32: 24, 64: 24, 128: 32, 192: 48}
+MOST_OUTS = 192
 
 
 @lru_cache(maxsize=4096)
@@ -100,8 +101,8 @@ def _expected(problem: LinearProblem, device: Device, plans: Collection[int]) ->
     rows, one_launches = rows_of(problem), sorted(way for way in plans if way > SPLIT)
     if device.bandwidth / device.sms > MOST_BANDWIDTH:
         return SPLIT
-    if one_launches and (rows <= MOST_ROWS_AT_ONCE or (rows <= ROWS_OF_LONG_ONES and problem.cols >= LONG_ROW)):
-        divided = rows * problem.cols * ITEMSIZE[problem.dtype] > ALONE_BYTES
+    if one_launches and (rows <= ONE_LAUNCH_ROWS or (rows <= ONE_LAUNCH_LONG_ROWS and problem.cols >= LONG_ROW)):
+        divided = rows * problem.cols * ITEMSIZE[problem.dtype] > UNDIVIDED_BYTES
         return next((ctas for ctas in one_launches if ctas > 1), SPLIT) if divided else one_launches[0]
     if OVERLAPPED not in plans:
         return SPLIT

@@ -30,8 +30,8 @@ struct ProductMemory {
   Barrier full[Tile::kStages], empty[Tile::kStages];
 };
 
-// One thread: weight and z in the order in which they are needed. Boxes of z have as many rows as z: with rows beyond
-// it the product of 32 rows, 2880 -> 5120, took 1.14 times as long. What stands in their place is multiplied in vain.
+// One thread: weight and z in the order in which they are needed. Boxes of z have as many rows as z, because rows
+// beyond it come slowly (docs/tuning.md). What stands in their place is multiplied in vain.
 template <class T, class Tile, class Memory>
 DEVICE void produce(const TensorMap& z, const TensorMap& weight, Memory& memory, int stages, int rows, int first_out) {
   const int bytes = (rows + Tile::kOuts) * kStageColumns * static_cast<int>(sizeof(T));

@@ -11,9 +11,10 @@ from unittest import mock
 
 import ml_dtypes
 import numpy
-from cpu_device import Machine
+import pytest
+from cpu_device import Machine, SanitizerError
 
-from cunorm.kernel import driver
+from cunorm.kernel import driver, source
 from cunorm.kernel.device import H100, Device
 from cunorm.linear import one_launch, overlapped
 from cunorm.linear import plan as linear_plan
@@ -183,6 +184,32 @@ def check(run_case: Case, given: Arrays, results: Results) -> None:
         actual, expected_array = getattr(results, name), getattr(expected, name)
         numpy.testing.assert_array_equal(actual.view("uint8"), expected_array.view("uint8"), err_msg=name)
     check_product(problem, given, expected.z, results.y)
+
+
+class Mistake(NamedTuple):
+    """A mistake that is made on purpose in a kernel's file."""
+
+    reason: str
+    old: str
+    new: str
+    build: str = "results"
+    case: str = ""  # where the tests of a file have several
+
+
+def check_is_found(mistake: Mistake, file: str, run_case: Case, order: str = "ascending") -> None:
+    """Check that the machine stops a kernel with the mistake, or that its results are wrong."""
+    assert mistake.old in (source.KERNELS / file).read_text()
+
+    def edit(text: str) -> str:
+        return text.replace(mistake.old, mistake.new) if f'"{file}"' in text else text
+
+    given = arrays(run_case)
+    try:
+        results = run(HopperMachine(mistake.build, order, edit), run_case, given)
+    except SanitizerError:
+        return
+    with pytest.raises(AssertionError):
+        check(run_case, given, results)
 
 
 def check_product(problem: LinearProblem, given: Arrays, z: Any, y: Any) -> None:

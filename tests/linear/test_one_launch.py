@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 import pytest
-from cpu_device import ORDERS, SanitizerError, missing
-from linear_cpu import HopperMachine, arrays, case, check, run
+from cpu_device import ORDERS, missing
+from linear_cpu import HopperMachine, Mistake, arrays, case, check, check_is_found, run
 from nvrtc import needs_nvrtc
 
 from cunorm.commands.compilation import compiler
@@ -18,11 +17,12 @@ from cunorm.linear.problem import LinearProblem
 
 needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
+CLUSTERS_OF_2 = "clusters of 2, the last columns of a stage are no row's"
 CASES = {
     "one CTA": case(3, 768, 136, 1, 2),
     "stages of half a row": case(8, 4096, 24, 1, 2),
     "one row": case(1, 512, 64, 1, 2, dtype="float16", offset=1e4),
-    "clusters of 2, the last columns of a stage are no row's": case(17, 264, 136, 2, 4),
+    CLUSTERS_OF_2: case(17, 264, 136, 2, 4),
     "clusters of 4": case(16, 1024, 200, 4, 8, ln_weight="float32", ln_bias="float32"),
     "clusters of 8, CTAs without a row": case(3, 4096, 24, 8, 8),
     "two tiles of rows": case(32, 2048, 64, 2, 8, zero_centered_gamma=True),
@@ -41,7 +41,7 @@ def test_results(run_case):
     check(run_case, given, run(HopperMachine(), run_case, given))
 
 
-SYNCHRONISED = ("one CTA", "clusters of 2, the last columns of a stage are no row's", "clusters of 4")
+SYNCHRONISED = ("one CTA", CLUSTERS_OF_2, "clusters of 4")
 
 
 @pytest.mark.slow
@@ -65,14 +65,6 @@ def test_a_row_does_not_depend_on_the_others():
     alone = run(HopperMachine(), some, given._replace(x=given.x[:9]))
     for name in whole._fields:
         assert (getattr(alone, name) == getattr(whole, name)[:9]).all()
-
-
-class Mistake(NamedTuple):
-    reason: str
-    old: str
-    new: str
-    build: str = "results"
-    case: str = "clusters of 2, the last columns of a stage are no row's"
 
 
 MISTAKES = (
@@ -127,14 +119,7 @@ MISTAKES = (
 @needs_machine
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.reason for mistake in MISTAKES])
 def test_mistakes_are_found(mistake):
-    def edit(text: str) -> str:
-        assert mistake.old in text
-        return text.replace(mistake.old, mistake.new)
-
-    run_case = CASES[mistake.case]
-    given = arrays(run_case)
-    with pytest.raises((SanitizerError, AssertionError)):
-        check(run_case, given, run(HopperMachine(mistake.build, edit=edit), run_case, given))
+    check_is_found(mistake, "linear/one_launch.cu", CASES[mistake.case or CLUSTERS_OF_2])
 
 
 LAYERS = ((4096, 12288), (8192, 10240), (5120, 7168), (2880, 5120), (1600, 4800), (7168, 2112), (768, 2304), (264, 520))
