@@ -177,15 +177,21 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else torch.compiler.is_exporting()
 
 
+MOST_RESULTS = 4096  # of a function that are remembered
+
+
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """Remember the results of a function in its attribute `results`, and let dynamo take its calls for constants.
 
-    torch.compiler.assume_constant_result does the latter too, but imports torch._dynamo, which takes 1.2 s.
+    What is remembered is forgotten when it is too much. torch.compiler.assume_constant_result makes constants too, but
+    imports torch._dynamo, which takes 1.2 s.
     """
 
     def remembered(*arguments: Any) -> Any:
         result = remembered.results.get(arguments)
         if result is None:
+            if len(remembered.results) >= MOST_RESULTS:
+                remembered.results.clear()
             result = remembered.results[arguments] = function(*arguments)
         return result
 

@@ -1,4 +1,4 @@
-"""Run `layer_norm_linear` of few rows without gradients by a plan that was measured to be faster than split."""
+"""Run `layer_norm_linear` of few rows without gradients by the plan that cunorm/linear/plan.py chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step import Inputs, Step
 
 
 def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] | None:
-    """Return a function that computes y of tensors like these, as `run` does; None if split is faster.
+    """Return a function that computes y of tensors like these, as `run` does; None if norm and product are split.
 
     x, weight, bias and y have one dtype, as calls under autocast do not come here.
     """
