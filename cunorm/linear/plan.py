@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from ..kernel.device import Device
 from ..plan.problem import ITEMSIZE
@@ -20,15 +21,35 @@ from .problem import LinearProblem
 ROWS = (*one_launch.ROWS, *overlapped.ROWS)  # what was measured serves up to so many rows
 DTYPES = ("float16", "bfloat16")
 
-# The rule was found by 210 layers on an H100 (docs/tuning.md), which has 25 GB/s per SM; an H200 has 36.
-MOST_BANDWIDTH = 28
-# One launch wins for so many rows of any layer, and for so many of long rows. More of x than this is divided.
-ONE_LAUNCH_ROWS, ONE_LAUNCH_LONG_ROWS, LONG_ROW = 8, 16, 2048
-UNDIVIDED_BYTES = 28 << 10
-# Overlapped launches win for few columns, and otherwise for so many outs of a CTA, by ROWS; never for more than this.
-FEW_COLUMNS = 1024
-LEAST_OUTS = {8: 24, 16: 24, 32: 24, 64: 24, 128: 32, 192: 48}
-MOST_OUTS = 192
+ANY = 1 << 30
+
+
+class Wins(NamedTuple):
+    """The layers that a way wins for where no table says so; outs are those of a CTA of the overlapped product."""
+
+    # By up to how many rows (ROWS): at least so many cols, and so many outs.
+    one_launch: dict[int, tuple[tuple[int, range], ...]]
+    # By up to how many rows: at most so many cols, and at least so many outs.
+    overlapped: dict[int, tuple[tuple[int, int], ...]]
+    most_outs: int  # that overlapped launches win for
+
+
+SHORT = (1024, 0)  # rows for which overlapped launches win with any outs
+# 282 layers were timed on each (docs/tuning.md).
+ON_H100 = Wins(
+    one_launch={8: ((0, range(ANY)),), 16: ((2048, range(ANY)),)},
+    overlapped=dict.fromkeys((8, 16, 32, 64), (SHORT, (ANY, 24))) | {128: (SHORT, (ANY, 32)), 192: (SHORT, (ANY, 48))},
+    most_outs=192,
+)
+ON_H200 = Wins(
+    one_launch={8: ((0, range(40)), (2048, range(ANY))), 16: ((2048, range(40)), (2048, range(200, ANY)))},
+    overlapped=dict.fromkeys((8, 16, 32, 64), (SHORT, (3072, 24), (ANY, 48)))
+    | {128: (SHORT, (ANY, 56)), 192: ((ANY, 96),)},
+    most_outs=ANY,
+)
+MOST_BANDWIDTH = 28  # GB/s per SM up to which a GPU is like an H100, which has 25; an H200 has 37
+# One launch divides x among CTAs if it has more bytes than UNDIVIDED, and further beside few outs.
+UNDIVIDED_BYTES, FEW_OUTS, BESIDE_FEW_OUTS_BYTES = 28 << 10, 40, 48 << 10
 
 
 @lru_cache(maxsize=4096)
@@ -98,17 +119,17 @@ def _measured(problem: LinearProblem, device: Device) -> int | None:
 
 def _expected(problem: LinearProblem, device: Device, plans: Collection[int]) -> int:
     """Return which of the plans wins by the rule, else SPLIT."""
-    rows, one_launches = rows_of(problem), sorted(way for way in plans if way > SPLIT)
-    if device.bandwidth / device.sms > MOST_BANDWIDTH:
+    wins = ON_H100 if device.bandwidth / device.sms <= MOST_BANDWIDTH else ON_H200
+    rows, cols, outs = rows_of(problem), problem.cols, overlapped.outs_of_cta(problem, device)
+    one_launches = sorted(way for way in plans if way > SPLIT)
+    if one_launches and any(cols >= least and outs in win for least, win in wins.one_launch.get(rows, ())):
+        of_x = rows * cols * ITEMSIZE[problem.dtype]
+        most_of_cta = BESIDE_FEW_OUTS_BYTES if outs <= FEW_OUTS else of_x
+        divided = [ctas for ctas in one_launches if ctas > 1 or of_x <= UNDIVIDED_BYTES]
+        return next((ctas for ctas in divided if of_x <= ctas * most_of_cta), max(divided, default=SPLIT))
+    if OVERLAPPED not in plans or outs > wins.most_outs:
         return SPLIT
-    if one_launches and (rows <= ONE_LAUNCH_ROWS or (rows <= ONE_LAUNCH_LONG_ROWS and problem.cols >= LONG_ROW)):
-        divided = rows * problem.cols * ITEMSIZE[problem.dtype] > UNDIVIDED_BYTES
-        return next((ctas for ctas in one_launches if ctas > 1), SPLIT) if divided else one_launches[0]
-    if OVERLAPPED not in plans:
-        return SPLIT
-    outs = overlapped.outs_of_cta(problem, device)
-    wins = (problem.cols <= FEW_COLUMNS or outs >= LEAST_OUTS[rows]) and outs <= MOST_OUTS
-    return OVERLAPPED if wins else SPLIT
+    return OVERLAPPED if any(cols <= most and outs >= least for most, least in wins.overlapped[rows]) else SPLIT
 
 
 def rows_of(problem: LinearProblem) -> int:

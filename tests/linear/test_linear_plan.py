@@ -21,6 +21,7 @@ from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan as norm_plan
 from cunorm.plan.tables import OVERLAPPED, SPLIT
 
+H200 = KNOWN[90]
 PROBLEM = LinearProblem("layer_norm", 16, 4096, 12288, "bfloat16", bias=True, x_stride=4096, weight_stride=4096)
 
 
@@ -78,40 +79,51 @@ def test_the_table_decides(monkeypatch):
     assert plan.describe(replace(PROBLEM, rows=33), H100).startswith("overlapped: forward layer_norm, 4096 cols")
     assert plan.chosen(replace(PROBLEM, outs=13824), H100) is None, "nearer to one that is split"
     assert plan.chosen(replace(PROBLEM, dtype="float32"), H100) is None
-    assert plan.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
+    of_another_class = plan.chosen(PROBLEM, H200)
+    assert of_another_class is not None
+    assert len(of_another_class.steps) == 2, "its rule decides"
     plan.chosen.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "outs", "way"),
+    ("rows", "cols", "outs", "on_h100", "on_h200"),
     [
-        (1, 768, 768, 1),
-        (8, 1792, 1024, 1),
-        (8, 1800, 1024, 2),  # x is divided
-        (16, 2048, 1024, 2),
-        (16, 2040, 6144, OVERLAPPED),  # rows are short
-        (32, 2048, 2048, SPLIT),  # few outs for each CTA
-        (32, 1024, 1024, OVERLAPPED),
-        (64, 4096, 132 * 24, OVERLAPPED),
-        (65, 4096, 132 * 24, SPLIT),
-        (128, 4096, 132 * 32, OVERLAPPED),
-        (129, 4096, 132 * 40, SPLIT),
-        (192, 4096, 132 * 48, OVERLAPPED),
-        (64, 4096, 132 * 200, SPLIT),  # many
-        (193, 4096, 132 * 48, SPLIT),
+        (1, 768, 768, 1, 1),
+        (8, 1792, 1024, 1, 1),
+        (8, 1800, 1024, 2, 2),  # x is divided
+        (8, 8192, 2048, 4, 4),  # and further beside few outs
+        (8, 8192, 6144, 2, 2),
+        (8, 1152, 132 * 40, 1, OVERLAPPED),
+        (16, 2048, 1024, 2, 2),
+        (16, 4096, 132 * 40, 2, SPLIT),
+        (16, 4096, 132 * 200, 2, 2),
+        (16, 2040, 6144, OVERLAPPED, OVERLAPPED),  # rows are short
+        (32, 2048, 2048, SPLIT, SPLIT),  # few outs for each CTA
+        (32, 1024, 1024, OVERLAPPED, OVERLAPPED),
+        (64, 3072, 132 * 24, OVERLAPPED, OVERLAPPED),
+        (64, 4096, 132 * 24, OVERLAPPED, SPLIT),
+        (64, 4096, 132 * 48, OVERLAPPED, OVERLAPPED),
+        (65, 4096, 132 * 24, SPLIT, SPLIT),
+        (128, 4096, 132 * 32, OVERLAPPED, SPLIT),
+        (128, 4096, 132 * 56, OVERLAPPED, OVERLAPPED),
+        (129, 4096, 132 * 40, SPLIT, SPLIT),
+        (192, 4096, 132 * 48, OVERLAPPED, SPLIT),
+        (192, 4096, 132 * 96, OVERLAPPED, OVERLAPPED),
+        (64, 4096, 132 * 200, SPLIT, OVERLAPPED),  # many
+        (193, 4096, 132 * 48, SPLIT, SPLIT),
     ],
 )
-def test_the_rule_decides_where_nothing_was_measured(monkeypatch, rows, cols, outs, way):
+def test_the_rule_decides_where_nothing_was_measured(monkeypatch, rows, cols, outs, on_h100, on_h200):
     know(monkeypatch, H100.sms, {})
     problem = replace(PROBLEM, rows=rows, cols=cols, outs=outs, x_stride=cols, weight_stride=cols)
-    solution = plan.chosen(problem, H100)
-    if solution is None:
-        assert way == SPLIT
-    elif len(solution.steps) == 2:
-        assert way == OVERLAPPED
-    else:
-        assert way == solution.steps[0].spec.division.cluster
-    assert plan.chosen(problem, KNOWN[90]) is None, "its bandwidth is another"
+    for gpu, way in ((H100, on_h100), (H200, on_h200)):
+        solution = plan.chosen(problem, gpu)
+        if solution is None:
+            assert way == SPLIT
+        elif len(solution.steps) == 2:
+            assert way == OVERLAPPED
+        else:
+            assert way == solution.steps[0].spec.division.cluster
     plan.chosen.cache_clear()
 
 
