@@ -95,7 +95,7 @@ def test_the_table_decides(monkeypatch):
         (8, 8192, 6144, 2, 2),
         (8, 1152, 132 * 40, 1, OVERLAPPED),
         (16, 2048, 1024, 2, 2),
-        (16, 4096, 132 * 40, 2, SPLIT),
+        (16, 4096, 132 * 40, 4, SPLIT),
         (16, 4096, 132 * 200, 2, 2),
         (16, 2040, 6144, OVERLAPPED, OVERLAPPED),  # rows are short
         (32, 2048, 2048, SPLIT, SPLIT),  # few outs for each CTA
@@ -116,8 +116,8 @@ def test_the_table_decides(monkeypatch):
 def test_the_rule_decides_where_nothing_was_measured(monkeypatch, rows, cols, outs, on_h100, on_h200):
     know(monkeypatch, H100.sms, {})
     problem = replace(PROBLEM, rows=rows, cols=cols, outs=outs, x_stride=cols, weight_stride=cols)
-    for gpu, way in ((H100, on_h100), (H200, on_h200)):
-        solution = plan.chosen(problem, gpu)
+    for device, way in ((H100, on_h100), (H200, on_h200)):
+        solution = plan.chosen(problem, device)
         if solution is None:
             assert way == SPLIT
         elif len(solution.steps) == 2:
