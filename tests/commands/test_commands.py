@@ -139,7 +139,7 @@ def test_compile_shows_the_whole_source_without_cupy(tmp_path, problem, kernels)
 
 
 def test_compile_shows_how_a_norm_and_its_product_run(tmp_path):
-    product = ("--op", "layer_norm_linear", "--rows", "32", "--cols", "4096", "--out-features", "12288")
+    product = ("--op", "layer_norm_linear", "--rows", "128", "--cols", "2880", "--out-features", "5120")
     output = output_of(command(tmp_path, "compile", *product, "--dtype", "bfloat16", "--show", "plan", cupy="absent"))
     h200, h100 = output.splitlines()
     assert h200.startswith("H200: split, ")
