@@ -34,6 +34,8 @@ def launched(monkeypatch, request):
     def known_empty(shape, stride, dtype):
         tensor = empty(shape, stride, dtype)
         memory[tensor.data_ptr()] = tensor.numpy()
+        if tensor.dtype is torch.float32:  # statistics, a row of each
+            memory.update({row.data_ptr(): row.numpy() for row in tensor})
         return tensor
 
     class Runs:
@@ -75,9 +77,40 @@ def test_a_call_without_gradients_runs_as_the_table_says(launched, way):
         assert (y.numpy() == expected).all()
 
 
+@pytest.mark.parametrize(("launched", "way"), [(way, way) for way in KERNELS], indirect=["launched"])
+def test_the_operator_of_compiled_code_runs_as_the_table_says(launched, way):
+    """A first call and a repeated one have the bits of the kernels, those of the statistics too."""
+    memory, names = launched
+    given = tensors(memory)
+    expected = run(HopperMachine(), OF._replace(cluster=max(way, 0)), arrays(OF))
+    for count in (1, 2):
+        y, z, statistics, *_ = torch.ops.cunorm.norm_linear_forward(
+            *given, "layer_norm", EPS, torch.float16, returned="nothing"
+        )
+        assert names == KERNELS[way] * count
+        assert (y.numpy() == expected.y).all()
+        assert (statistics.numpy() == [expected.mean.ravel(), expected.rstd.ravel()]).all()
+        assert z.numel() == 0
+
+
+SPLIT_OPERATOR = {
+    "a gradient is wanted": {"wanted": 1},
+    "z is returned": {"returned": "local"},
+    "z is kept": {"keep_normalized": True},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_OPERATOR)
+def test_which_operators_are_split(launched, name):
+    memory, names = launched
+    options = {"returned": "nothing"} | SPLIT_OPERATOR[name]
+    torch.ops.cunorm.norm_linear_forward(*tensors(memory), "layer_norm", EPS, torch.float16, **options)
+    assert "one_launch" not in names
+
+
 SPLIT = {
     "a gradient is wanted": lambda given: call(given[0].requires_grad_(), *given[1:]),
-    "more rows": lambda given: call(given[0].repeat(4, 1), *given[1:]),
+    "more rows": lambda given: call(given[0].repeat(65, 1), *given[1:]),
     "SMs are left to others": lambda given: call(*given, sm_margin=1),
 }
 
@@ -90,3 +123,29 @@ def test_what_is_split(launched, name):
     names.clear()
     SPLIT[name](tensors(memory))
     assert "one_launch" not in names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_compiled_code_has_the_bits_of_eager_mode(monkeypatch, rows):
+    from cunorm.kernel import launch
+
+    cols, outs = 1024, 3072
+    shapes = (rows, cols), (outs, cols), (outs,), (cols,), (cols,)
+    given = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    solutions: list[object] = []
+
+    class Recorded:
+        @staticmethod
+        def run(solution, *arguments):
+            solutions.append(solution)
+            launch.run(solution, *arguments)
+
+    monkeypatch.setattr(planned, "launch", Recorded)
+    with torch.no_grad():
+        expected = call(*given)
+        in_eager_mode, solutions[:] = list(solutions), []
+        for _ in range(2):
+            y = torch.compile(call, fullgraph=True)(*given)
+            assert (y == expected).all()
+    assert solutions == in_eager_mode * 2

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from cpu_functions import FEW_SMS
-from torch_stand_in import forget
+from torch_stand_in import forget, split
 
 from cunorm.torch.norm import gpu, launching, nodes
 
@@ -76,6 +76,7 @@ def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> La
     for name, part in parts.items():
         monkeypatch.setattr(gpu, name, part)
     forget(monkeypatch)
+    split(monkeypatch)
     for module in (launching, *modules):
         monkeypatch.setattr(module, "launch", launches)
         for kept in ("_plans", "_recipes"):

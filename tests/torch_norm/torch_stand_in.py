@@ -10,6 +10,8 @@ import cpu_device
 import torch
 from cpu_functions import SMALL
 
+from cunorm.linear import plan as linear_plan
+from cunorm.plan.tables import SPLIT
 from cunorm.torch import named
 from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
 
@@ -20,6 +22,12 @@ def forget(monkeypatch: Any) -> None:
         monkeypatch.setattr(owner, kept, {})
     for function in (calls._affine_call, named._call_of):
         monkeypatch.setattr(function, "results", {})
+
+
+def split(monkeypatch: Any) -> None:
+    """Run a norm and its product as two launches unless a table says something else."""
+    monkeypatch.setattr(linear_plan, "_expected", lambda *_: SPLIT)
+    linear_plan.chosen.cache_clear()
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
@@ -40,6 +48,7 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
     }.items():
         monkeypatch.setattr(gpu, name, part)
     monkeypatch.setattr(launching, "launch", runs)
+    split(monkeypatch)
     forget(monkeypatch)
     monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(dispatch, "launchable", lambda _: True)

@@ -28,7 +28,7 @@ from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
 from .parallel import ALONE, Ranks
-from .planned import of_inputs
+from .planned import Planned, of_inputs
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE, has_algorithm
 
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     differentiated: bool
     recipe: Any  # of the norm; None if each call looks for it again
     compiled: nodes.Call | None = None  # serves such a call in C++ (_compiled_call)
-    planned: Callable[[Inputs], Tensor | None] | None = None  # serves few rows without gradients
+    planned: Planned | None = None  # serves few rows without gradients
 
 
 NOTHING_GIVEN = Given()
@@ -151,10 +151,11 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
     """Run `norm_linear` of tensors that are checked or known."""
     step, wanted, differentiated, recipe, compiled, planned = call
     parallel, _, fp8_output, sink, wants_statistics = given
-    if planned is not None and not wants_statistics and not fp8_output:
-        y = planned(inputs)
-        if y is not None:
-            return y, None, None
+    if planned is not None and not fp8_output:
+        results = planned(inputs, wants_statistics)
+        if results is not None:
+            y, statistics = results
+            return y, None, statistics
     if compiled is not None:
         if sink is None and not wants_statistics:
             results = compiled(*inputs)

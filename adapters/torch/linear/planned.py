@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +12,60 @@ from ...call.checks import Layout
 from ...kernel import launch
 from ...linear import plan
 from ...linear.problem import NAMES, problem_of
-from ...operation import NAMED
+from ...operation import NAMED, NORMS
 from ...plan.steps import OtherPlan
-from ..norm import checks, gpu
+from ..norm import checks, dispatch, gpu, repeats
+from ..norm.functional import given, nothing_else_listens
 from .step import Inputs, Step
 
+# What the addresses of a launch are picked from; z is not wanted, and neither are statistics unless they are asked for.
+ORDER = (*NAMES, "y", "mean", "rstd", "z")
+# Computes (y, statistics or None) of tensors like those that it was made for. It returns None if one of them does not
+# begin at a multiple of 16 bytes.
+Planned = Callable[[Inputs, bool], tuple[Tensor, Tensor | None] | None]
 
-def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] | None:
-    """Return a function that computes y of tensors like these, as `run` does; None if norm and product are split.
 
-    x, weight, bias and y have one dtype, as calls under autocast do not come here.
+class _Recipe(NamedTuple):
+    """How calls with the same layouts run."""
+
+    solution: OtherPlan
+    y: gpu.Memory
+    statistics: gpu.Memory
+    rstd_offset: int  # bytes from the first row statistic to the second, 0 if there is only one
+    workspace: gpu.Memory
+    places: tuple[int, ...]  # of the plan's pointers in ORDER
+    eps: float
+
+    def run(self, inputs: Inputs, wants_statistics: bool) -> tuple[Tensor, Tensor | None] | None:
+        """Launch on torch's current stream, as `Planned` says."""
+        index = inputs[0].get_device()
+        if index != gpu.current_device():
+            with torch.cuda.device(index):
+                return self.run(inputs, wants_statistics)
+        pointers, together = [], 0
+        for tensor in inputs:
+            pointer = 0 if tensor is None else tensor.data_ptr()
+            together |= pointer
+            pointers.append(pointer)
+        if together & 15:
+            return None
+        y, statistics, mean, rstd = gpu.empty(*self.y), None, 0, 0
+        if wants_statistics:
+            statistics = gpu.empty(*self.statistics)
+            mean = statistics.data_ptr()
+            rstd = mean + self.rstd_offset
+        pointers += (y.data_ptr(), mean, rstd, 0)
+        workspace = gpu.empty(*self.workspace) if self.solution.workspace else None
+        address = 0 if workspace is None else workspace.data_ptr()
+        arguments = (*[pointers[place] for place in self.places], self.eps)
+        launch.run(self.solution, index, gpu.stream(index), arguments, address)
+        return y, statistics
+
+
+def of_inputs(inputs: Inputs, step: Step) -> Planned | None:
+    """Return what runs tensors like these; None if norm and product are split.
+
+    x, weight and bias have the dtype of y, as calls under autocast do not come here.
     """
     x, weight = inputs[0], inputs[1]
     if step.sm_margin or x.numel() > plan.ROWS[-1] * x.shape[-1]:
@@ -34,39 +78,30 @@ def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] |
     }
     problem = problem_of(norm, layouts, step.operation != norm, True)
     solution = None if problem is None else plan.chosen(problem, gpu.properties_of(norm, x))
-    if solution is None:
+    if problem is None or solution is None:
         return None
-    y_memory = gpu.contiguously((*x.shape[:-1], len(weight)), x.dtype)
-    # Neither z nor statistics are wanted: they have the address after that of y, which is 0.
-    order = (*NAMES, "y")
-    places = tuple(order.index(name) if name in order else len(order) for name in solution.problem.pointers)
-    workspace = gpu.contiguously((solution.workspace,), torch.uint8)
-    return partial(run, solution, y_memory, workspace, places, step.eps)
+    leading, count = x.shape[:-1], len(NORMS[norm].statistics)
+    return _Recipe(
+        solution,
+        gpu.contiguously((*leading, len(weight)), x.dtype),
+        gpu.contiguously((count, *leading), torch.float32),
+        (count - 1) * problem.rows * torch.float32.itemsize,
+        gpu.contiguously((solution.workspace,), torch.uint8),
+        tuple(map(ORDER.index, solution.problem.pointers)),
+        step.eps,
+    ).run
 
 
-def run(
-    solution: OtherPlan,
-    y_memory: gpu.Memory,
-    workspace_memory: gpu.Memory,
-    places: tuple[int, ...],
-    eps: float,
-    inputs: Inputs,
-) -> Tensor | None:
-    """Launch on torch's current stream and return y; None if a tensor does not begin at a multiple of 16 bytes."""
-    index = inputs[0].get_device()
-    if index != gpu.current_device():
-        with torch.cuda.device(index):
-            return run(solution, y_memory, workspace_memory, places, eps, inputs)
-    pointers, together = [], 0
-    for tensor in inputs:
-        pointer = 0 if tensor is None else tensor.data_ptr()
-        together |= pointer
-        pointers.append(pointer)
-    if together & 15:
-        return None
-    y = gpu.empty(*y_memory)
-    pointers += (y.data_ptr(), 0)
-    workspace = gpu.empty(*workspace_memory) if solution.workspace else None
-    address = 0 if workspace is None else workspace.data_ptr()
-    launch.run(solution, index, gpu.stream(index), (*[pointers[place] for place in places], eps), address)
-    return y
+def run_again(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor | None] | None:
+    """Return (y, statistics) by the plan of tensors like these, which is remembered; None if they are split."""
+    x, weight, bias, ln_weight, ln_bias = inputs
+    key = ("norm_linear", step, x.shape, bias is None, ln_weight is None, ln_bias is None)
+    tensors = tuple(tensor for tensor in inputs if tensor is not None)
+    known = repeats.known_call(key, tensors)
+    if known is None:
+        alike = all(tensor.dtype is step.dtype for tensor in given(x, weight, bias))
+        # A tuple, as None stands for nothing known.
+        known = (of_inputs(inputs, step) if alike and dispatch.at_once(tensors) else None,)
+        repeats.remember_call(key, tensors, known)
+    (planned,) = known
+    return None if planned is None or not nothing_else_listens() else planned(inputs, True)
