@@ -20,7 +20,7 @@ def check_options(module: Any, **sizes: Any) -> None:
             raise TypeError(f"{NAME}: {name} must be an int; got {type(size).__name__}.")
         if size <= 0:
             raise ValueError(f"{NAME}: {name} must be 1 or more; got {size}.")
-    linear.linear_problem.op(NAME, module.normalization, None)
+    linear.linear_checks.op(NAME, module.normalization, None)
     if module.zero_centered_gamma and not module.use_scale:
         raise ValueError(f"{NAME}: zero_centered_gamma=True needs a scale; got use_scale=False.")
 
@@ -64,7 +64,7 @@ def norm_dense(
         "ln_weight": parameters.get("scale"),
         "ln_bias": parameters.get("ln_bias"),
     }
-    norm = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
+    norm = linear.linear_checks.op(NAME, module.normalization, arrays["ln_bias"])
     options = linear.LinearOptions(NAME, norm, module.epsilon, module.zero_centered_gamma)
     of_product = linear.ProductOptions(module.precision, out_sharding, module.keep_normalized, mixed=True)
     return linear.norm_linear(options, arrays, of_product)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..call import checks
 from ..call.backend import Array, products_of
-from . import problem as linear_problem
+from . import checks as linear_checks
 
 
 def layer_norm_linear(
@@ -186,6 +186,6 @@ def layer_norm_linear_backward(
 
 def _options(
     function: str, normalization: object, ln_bias: Any, eps: object, zero_centered_gamma: Any
-) -> linear_problem.LinearOptions:
-    norm = linear_problem.op(function, normalization, ln_bias)
-    return linear_problem.LinearOptions(function, norm, checks.check_eps(function, eps), zero_centered_gamma)
+) -> linear_checks.LinearOptions:
+    norm = linear_checks.op(function, normalization, ln_bias)
+    return linear_checks.LinearOptions(function, norm, checks.check_eps(function, eps), zero_centered_gamma)

@@ -19,19 +19,19 @@ from ..kernel import device, launch
 from ..plan.plain_problems import plain
 from ..plan.plan import plan
 from ..plan.problem import E4M3, RowStrides
+from . import checks as linear_checks
 from . import gemm, planned_cupy
 from . import plan as linear_plan
-from . import problem as linear_problem
+from .checks import LinearOptions
 from .float8_plan import RowsProblem, plan_rows
-from .problem import LinearOptions
 
 Arrays = Mapping[str, Any]
 
 
 def forward(options: LinearOptions, arrays: Arrays) -> tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray | None]:
     """Return (y, mean, rstd), statistics None unless asked for."""
-    layouts = linear_problem.layouts_of(options.function, arrays, layout)
-    linear_problem.check_forward(options.function, layouts, options.zero_centered_gamma)
+    layouts = linear_checks.layouts_of(options.function, arrays, layout)
+    linear_checks.check_forward(options.function, layouts, options.zero_centered_gamma)
     x, weight = arrays["x"], arrays["weight"]
     with cupy.cuda.Device(x.data.device_id):
         if x.size <= linear_plan.ROWS[-1] * x.shape[-1]:
@@ -46,9 +46,9 @@ def forward(options: LinearOptions, arrays: Arrays) -> tuple[cupy.ndarray, cupy.
 def forward_float8(options: LinearOptions, arrays: Arrays) -> cupy.ndarray:
     """Return y: the norm writes bytes and scales, cuBLASLt multiplies them."""
     function = options.function
-    layouts = linear_problem.layouts_of(function, arrays, layout)
-    linear_problem.check_forward(function, layouts, options.zero_centered_gamma)
-    linear_problem.check_float8(function, layouts)
+    layouts = linear_checks.layouts_of(function, arrays, layout)
+    linear_checks.check_forward(function, layouts, options.zero_centered_gamma)
+    linear_checks.check_float8(function, layouts)
     x, weight = arrays["x"], arrays["weight"]
     arch = device.current(x.data.device_id).arch
     if arch < 89:
@@ -69,10 +69,10 @@ def backward(options: LinearOptions, arrays: Arrays, output_mask: Any) -> tuple[
 
     dweight comes first: the normalised tensor is gone before its gradient is there.
     """
-    required = linear_problem.required_of_backward(options.norm)
-    layouts = linear_problem.layouts_of(options.function, arrays, layout, required)
-    linear_problem.check_backward(options.function, layouts, options.zero_centered_gamma)
-    wants_dx, wants_dweight, wants_dbias, *wants_ln = linear_problem.check_output_mask(options.function, output_mask)
+    required = linear_checks.required_of_backward(options.norm)
+    layouts = linear_checks.layouts_of(options.function, arrays, layout, required)
+    linear_checks.check_backward(options.function, layouts, options.zero_centered_gamma)
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = linear_checks.check_output_mask(options.function, output_mask)
     x = arrays["x"]
     dweight = dbias = dx = dln_weight = dln_bias = None
     with cupy.cuda.Device(x.data.device_id):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..call.dlpack import on_gpu, views
-from .problem import LinearOptions
+from .checks import LinearOptions
 
 MODULE = "cunorm.linear.cupy_arrays"
 

@@ -11,16 +11,16 @@ from ..call import numpy as norms
 from ..call.numpy import layout, numpy_dtype, rounded, sum_of_rows
 from ..call.store import Float8Store
 from ..plan.problem import E4M3
-from . import problem
-from .problem import LinearOptions
+from . import checks as linear_checks
+from .checks import LinearOptions
 
 Arrays = Mapping[str, Any]
 
 
 def forward(options: LinearOptions, arrays: Arrays) -> tuple[numpy.ndarray, numpy.ndarray | None, numpy.ndarray | None]:
     """Return (y, mean, rstd), statistics None unless asked for."""
-    layouts = problem.layouts_of(options.function, arrays, layout)
-    problem.check_forward(options.function, layouts, options.zero_centered_gamma)
+    layouts = linear_checks.layouts_of(options.function, arrays, layout)
+    linear_checks.check_forward(options.function, layouts, options.zero_centered_gamma)
     z, mean, rstd = _normalised(options, arrays)
     with numpy.errstate(all="ignore"):
         return _with_bias(z @ arrays["weight"].astype(numpy.float64).T, arrays), mean, rstd
@@ -28,9 +28,9 @@ def forward(options: LinearOptions, arrays: Arrays) -> tuple[numpy.ndarray, nump
 
 def forward_float8(options: LinearOptions, arrays: Arrays) -> numpy.ndarray:
     """Return y, from the bytes that a GPU would multiply and their product in float64."""
-    layouts = problem.layouts_of(options.function, arrays, layout)
-    problem.check_forward(options.function, layouts, options.zero_centered_gamma)
-    problem.check_float8(options.function, layouts)
+    layouts = linear_checks.layouts_of(options.function, arrays, layout)
+    linear_checks.check_forward(options.function, layouts, options.zero_centered_gamma)
+    linear_checks.check_float8(options.function, layouts)
     x = arrays["x"]
     of_norm = options.of_norm("fp8", x.shape[-1], Float8Store(E4M3, "row", wide=False))
     z, z_scale = norms.norm_float8(of_norm, (x, arrays["ln_weight"], arrays["ln_bias"]), options.eps, None)
@@ -42,10 +42,10 @@ def forward_float8(options: LinearOptions, arrays: Arrays) -> numpy.ndarray:
 
 def backward(options: LinearOptions, arrays: Arrays, output_mask: Any) -> tuple[numpy.ndarray | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
-    required = problem.required_of_backward(options.norm)
-    layouts = problem.layouts_of(options.function, arrays, layout, required)
-    problem.check_backward(options.function, layouts, options.zero_centered_gamma)
-    wants_dx, wants_dweight, wants_dbias, *wants_ln = problem.check_output_mask(options.function, output_mask)
+    required = linear_checks.required_of_backward(options.norm)
+    layouts = linear_checks.layouts_of(options.function, arrays, layout, required)
+    linear_checks.check_backward(options.function, layouts, options.zero_centered_gamma)
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = linear_checks.check_output_mask(options.function, output_mask)
     x, weight = arrays["x"], arrays["weight"]
     dy = arrays["dy"].astype(numpy.float64)
     rows = dy.reshape(-1, len(weight))

@@ -14,7 +14,8 @@ from ..kernel import device, launch
 from ..operation import NORMS
 from ..plan.steps import OtherPlan
 from . import plan
-from .problem import LinearOptions, Named, problem_of
+from .checks import LinearOptions, Named
+from .problem import problem_of
 
 
 def forward(

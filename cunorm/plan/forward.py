@@ -71,14 +71,28 @@ def _cta_kernel(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
 @lru_cache(maxsize=4096)
 def _cta_kernels(problem: Problem, spec: NormSpec, device: Device) -> _CtaKernels:
     needs = needs_of(problem, spec, device)
+    at_once = _at_once(spec, needs)
+    ring, registers = _in_a_ring(problem, spec, needs, device), _in_registers(problem, spec, needs, device)
+    if ring is not None and _shifts_slowly(spec):
+        kept = _at_once(replace(spec, rows_per_cta=registers.rows_per_cta), needs)
+        ring, registers = (None, kept) if kept.ctas_per_sm else (ring, registers)
+    return _CtaKernels(at_once, _in_clusters(at_once, device) if at_once.ctas_per_sm else (), ring, registers)
+
+
+def _at_once(spec: NormSpec, needs: Needs) -> NormSpec:
+    """Return the kernel that loads weight and bias with the first row, as many CTAs of it as registers suffice for."""
     ctas = ctas_by_registers(spec, needs.working + max(needs.at_once, needs.y))
-    at_once = replace(spec, ctas_per_sm=ctas, weights_in_registers=True)
-    return _CtaKernels(
-        at_once,
-        _in_clusters(at_once, device) if ctas else (),
-        _in_a_ring(problem, spec, needs, device),
-        _in_registers(problem, spec, needs, device),
-    )
+    return replace(spec, ctas_per_sm=ctas, weights_in_registers=True)
+
+
+def _shifts_slowly(spec: NormSpec) -> bool:
+    """Whether rows at odd addresses take longer out of a ring than out of registers, beside weights in registers.
+
+    On an H200 a ring takes 1.1 to 1.6 times as long, for any number of rows (docs/tuning.md).
+    """
+    if spec.aligned or spec.scales or spec.compute != "float32":
+        return False
+    return not NORMS[spec.operation.norm].subtracts_mean or (spec.shape.threads <= WARP and widest_column(spec) <= 2)
 
 
 def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:

@@ -16,7 +16,8 @@ from linear_cpu import EPS, HopperMachine, arrays, case, check_product, gpu, kno
 from cunorm.call.checks import Layout
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.linear import plan
-from cunorm.linear.problem import NAMES, LinearOptions, LinearProblem
+from cunorm.linear.checks import LinearOptions
+from cunorm.linear.problem import NAMES, LinearProblem
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan as norm_plan
 from cunorm.plan.tables import OVERLAPPED, SPLIT

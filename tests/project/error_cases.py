@@ -19,7 +19,7 @@ from cunorm import expression
 from cunorm.call import broadcasting, checks, recipe
 from cunorm.expression import texts
 from cunorm.kernel import device
-from cunorm.linear import problem as linear_problem
+from cunorm.linear import checks as linear_checks
 from cunorm.plan import plan, problem
 
 Rows = dict[str, Callable[[], Any]]
@@ -136,7 +136,7 @@ def old_gpu() -> Any:
     array = SimpleNamespace(data=SimpleNamespace(device_id=0))
     known = SimpleNamespace(current=lambda _: SimpleNamespace(arch=80))
     with mock.patch.multiple(module, layout=lambda *_: layout, device=known):
-        options = linear_problem.LinearOptions("layer_norm_linear", "layer_norm", 1e-5, zero_centered_gamma=False)
+        options = linear_checks.LinearOptions("layer_norm_linear", "layer_norm", 1e-5, zero_centered_gamma=False)
         return module.forward_float8(options, {"x": array, "weight": array})
 
 
@@ -326,8 +326,8 @@ ROWS: Rows = {
     "integers with a product": lambda: linear(x=X.astype("int32")),
     "bias of another length": lambda: linear(bias=ROW),
     "mean of another dtype": lambda: linear_backward(mean=MEAN.astype("float64")),
-    "weight on another device": lambda: linear_problem.check_forward("layer_norm_linear", named(weight=1), False),
-    "dy on another device": lambda: linear_problem.check_backward("layer_norm_linear_backward", named(dy=1), False),
+    "weight on another device": lambda: linear_checks.check_forward("layer_norm_linear", named(weight=1), False),
+    "dy on another device": lambda: linear_checks.check_backward("layer_norm_linear_backward", named(dy=1), False),
     # The rest.
     "a vector of the prologue over streamed rows": streamed_rows,
     "an environment variable": lambda: with_environment(

@@ -189,7 +189,7 @@ LAYERS = (
     {"plan.problem"},
     {"plan.plain_problems"},
     {"call.checks", "plan.spec"},
-    {"plan.resources", "call.broadcasting", "call.store", "linear.problem"},
+    {"plan.resources", "call.broadcasting", "call.store", "linear.checks", "linear.problem"},
     {"plan.shapes", "plan.tables", "plan.steps", "call.backend"},
     {"plan.candidates", "plan.forward"},
     {"plan.backward"},

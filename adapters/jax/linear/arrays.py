@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from ...linear import problem
-from ...linear.problem import LinearOptions
+from ...linear import checks as linear_checks
+from ...linear.checks import LinearOptions
 from . import functional
 
 
@@ -20,12 +20,12 @@ def forward(options: LinearOptions, arrays: Mapping[str, Any]) -> tuple[jax.Arra
 
 def backward(options: LinearOptions, arrays: Mapping[str, Any], output_mask: Any) -> tuple[jax.Array | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
-    given = functional.given(options.function, arrays, problem.required_of_backward(options.norm))
-    problem.check_backward(options.function, functional.layouts(given), bool(options.zero_centered_gamma))
-    mask = problem.check_output_mask(options.function, output_mask)
-    names = problem.GRADIENTS[: 5 if options.norm == "layer_norm" else 4]
+    given = functional.given(options.function, arrays, linear_checks.required_of_backward(options.norm))
+    linear_checks.check_backward(options.function, functional.layouts(given), bool(options.zero_centered_gamma))
+    mask = linear_checks.check_output_mask(options.function, output_mask)
+    names = linear_checks.GRADIENTS[: 5 if options.norm == "layer_norm" else 4]
     wanted = tuple(name for name, is_wanted in zip(names, mask, strict=False) if is_wanted)
     task = functional.norm_task(options, given["x"].dtype.name, given)
     inputs = functional.norm_inputs(task, given)
     results = functional.gradients(task, wanted, given["dy"], given["weight"], inputs) if wanted else {}
-    return tuple(results.get(name) for name in problem.GRADIENTS)
+    return tuple(results.get(name) for name in linear_checks.GRADIENTS)

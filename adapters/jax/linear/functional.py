@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from ...call import checks
 from ...call.checks import Layout
 from ...call.store import MOST_MULTIPLIER, Float8Store
-from ...linear import problem as linear_problem
-from ...linear.problem import LinearOptions
+from ...linear import checks as linear_checks
+from ...linear.checks import LinearOptions
 from ...operation import affine
 from ...plan.problem import E4M3, FLOAT8
 from ..norm import arrays as norms
@@ -112,7 +112,7 @@ def layer_norm_linear(
     Array([[-2.]], dtype=float32)
     """
     name = "layer_norm_linear"
-    norm = linear_problem.op(name, normalization, ln_bias)
+    norm = linear_checks.op(name, normalization, ln_bias)
     arrays = {"x": x, "kernel": kernel, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
     if fp8 not in (None, "tensor"):
         raise ValueError(f"{name}: fp8 must be None or 'tensor', for XLA has no product by rows; got {fp8!r}.")
@@ -145,9 +145,9 @@ def norm_linear(
     function = options.function
     options = options._replace(eps=checks.check_eps(function, options.eps))
     arrays = given(function, named, required=("x", "kernel", "weight"))
-    linear_problem.check_forward(function, layouts(arrays), bool(options.zero_centered_gamma), of_product.mixed)
+    linear_checks.check_forward(function, layouts(arrays), bool(options.zero_centered_gamma), of_product.mixed)
     if of_product.fp8:
-        linear_problem.check_float8(function, layouts(arrays))
+        linear_checks.check_float8(function, layouts(arrays))
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
     task = norm_task(options, matrix.dtype.name, arrays)
@@ -160,7 +160,7 @@ def given(function: str, named: Mapping[str, Any], required: tuple[str, ...]) ->
     return {name: array(function, name, a) for name, a in named.items() if a is not None or name in required}
 
 
-def layouts(arrays: Mapping[str, jax.Array]) -> linear_problem.Named:
+def layouts(arrays: Mapping[str, jax.Array]) -> linear_checks.Named:
     return tuple((name, Layout(a.shape, (), a.dtype.name, "")) for name, a in arrays.items())
 
 
@@ -233,7 +233,7 @@ def _program(op: str):
     return jax.jit(forward, static_argnums=0)
 
 
-FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
+FORWARD = {op: _program(op) for op in linear_checks.OPS.values()}
 
 
 def _in_8_bits(call: Call, exact: Callable) -> Callable:

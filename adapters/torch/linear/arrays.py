@@ -1,4 +1,4 @@
-"""The backend of torch tensors for cunorm's own `layer_norm_linear`, by the rules of cunorm/linear/problem.py."""
+"""The backend of torch tensors for cunorm's own `layer_norm_linear`, by the rules of cunorm/linear/checks.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...linear import problem
-from ...linear.problem import LinearOptions
+from ...linear import checks as linear_checks
+from ...linear.checks import LinearOptions
 from ...operation import name_of
 from ..norm.arrays import checked_once, layouts_of
 from ..norm.functional import autocast_dtype
@@ -48,13 +48,13 @@ def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:
     named = dict(zip(("x", "weight", "bias", "ln_weight", "ln_bias"), tensors, strict=True))
     layouts = tuple(layouts_of(function, named, required=("x", "weight")).items())
     # Past its own memory, in which a size that a trace holds open cannot be looked up.
-    problem.check_forward.__wrapped__(function, layouts, zero_centered_gamma, mixed)
+    linear_checks.check_forward.__wrapped__(function, layouts, zero_centered_gamma, mixed)
     return True
 
 
 def _check_backward(function, tensors, norm, zero_centered_gamma, output_mask) -> tuple[bool, ...]:
     names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
-    layouts = layouts_of(function, dict(zip(names, tensors, strict=True)), problem.required_of_backward(norm))
-    problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
-    mask = problem.check_output_mask(function, output_mask)
+    layouts = layouts_of(function, dict(zip(names, tensors, strict=True)), linear_checks.required_of_backward(norm))
+    linear_checks.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
+    mask = linear_checks.check_output_mask(function, output_mask)
     return (*mask[:4], mask[4] and norm == "layer_norm")

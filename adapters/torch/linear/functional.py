@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...linear import problem as linear_problem
+from ...linear import checks as linear_checks
 from ...operation import name_of
 from ..norm import checks
 from ..norm.functional import symbolic
@@ -95,7 +95,7 @@ def layer_norm_linear(
         node = symbolic(layer_norm_linear, input, weight, bias, ln_weight, ln_bias, eps, **options)
         if node is not None:
             return node
-    operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
+    operation = name_of(linear_checks.op(name, normalization, ln_bias), zero_centered_gamma)
     # This is a Layer; a plain tuple takes the host less time.
     layer = (name, operation, eps, bool(keep_normalized), checks.sm_margins(name, sm_margin), NOTHING, WIDE, ALONE)
     return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]

@@ -13,7 +13,7 @@ import torch.overrides
 from torch import Tensor, nn
 
 from ...call import checks as core
-from ...linear import problem as linear_problem
+from ...linear import checks as linear_checks
 from ...operation import name_of
 from ..norm import checks
 from ..norm.functional import autocast_dtype, autocasts
@@ -209,7 +209,7 @@ class LayerNormLinear(WeightGradients):
         super().__init__(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_sizes(in_features=in_features, out_features=out_features)
         core.check_eps("LayerNormLinear", eps)
-        self.op = linear_problem.op("LayerNormLinear", normalization, None)
+        self.op = linear_checks.op("LayerNormLinear", normalization, None)
         check_mode(parallel_mode)
         check_sizes(tp_size=tp_size)
         check_overlaps(symmetric_ar_type, delay_wgrad_compute, ub_bulk_wgrad)
