@@ -240,6 +240,7 @@ FOR_ADAPTERS = {
     "plan.steps",
     "linear.gemm",
     "linear.plan",
+    "linear.checks",
     "linear.problem",
     "linear.float8_spec",
     "linear.float8_plan",
