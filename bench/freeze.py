@@ -151,9 +151,9 @@ def text_of(spec: Any) -> str:
 
 def solutions() -> Iterator[tuple[str, str, Any]]:
     """Return (group, key, plan or None if it is refused) for every problem on every device."""
+    import matrix
     from problems import DEVICES
 
-    from cunorm.commands import matrix
     from cunorm.plan.plan import plan
 
     drawn = list(drawn_problems())

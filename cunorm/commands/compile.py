@@ -1,56 +1,60 @@
-"""`compile`: the plan, source or resources of the kernels for a problem, or all kernels at once. Needs no GPU."""
+"""`compile`: the plan, source or resources of the kernels for a problem, or all kernels of rows. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from time import perf_counter
 from typing import Any
 
 from ..call.checks import must_be_a_dtype
 from ..kernel import compile, device, source
-from ..linear import float8_plan
 from ..linear import plan as linear_plan
 from ..linear.problem import LinearProblem
+from ..operation import NORMS
 from ..plan.plain_problems import whole
 from ..plan.plan import plan
 from ..plan.problem import ITEMSIZE, Problem
+from ..plan.spec import KernelSpec
 from ..plan.steps import Step
-from . import matrix
 from .compilation import Compiled, compile_all, compiler
 from .info import why_no_compiler, why_no_gpu
 
+OPS = tuple(NORMS)
+ROWS = 2**24  # of more rows kernels do not depend on how many
+# Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
+NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 DIRECTIONS = ("forward", "backward")
 NEEDED = ("op", "direction", "cols", "dtype")
-LINEAR = {f"{op}_linear": op for op in matrix.OPS}  # norms with the product after them, and their norms
+LINEAR = {f"{op}_linear": op for op in OPS}  # norms with the product after them, and their norms
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "compile",
-        help="show the plan, source or registers of the kernels for a problem, or compile all kernels",
+        help="show the plan, source or registers of the kernels for a problem, or compile all kernels of rows",
         description="With --show: print what would run for a problem, on an architecture that need not be that of "
-        "this machine. With --all: compile both norms in both directions, for --arch, or for this "
-        "machine's GPU, or for every architecture. With --cols the kernels go into the kernel cache, "
-        "where calls find them; without it one of every kind is compiled, as a check. A kernel that "
-        "spills registers is a failure.",
+        "this machine. With --all: compile both norms in both directions for rows of --cols, for --arch, or for this "
+        "machine's GPU, or for every architecture. The kernels go into the kernel cache, where calls find them. A "
+        "kernel that spills registers is a failure.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", choices=("plan", "source", "ptxas"))
     what.add_argument(
         "--all", action="store_true", help="compile and check; several --cols, --dtype, --arch may follow"
     )
-    add_options_of_problems(parser, (*matrix.OPS, *LINEAR))
+    add_options_of_problems(parser, (*OPS, *LINEAR))
     parser.add_argument("--rows", type=at_least_one, help="of x; for a norm with its product, where it decides")
     parser.add_argument("--out-features", type=at_least_one, help="columns of y of a norm with its product")
     parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
     parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
-def add_options_of_problems(parser: argparse.ArgumentParser, ops: Sequence[str] = matrix.OPS) -> None:
+def add_options_of_problems(parser: argparse.ArgumentParser, ops: Sequence[str] = OPS) -> None:
     """Those that say for which calls of the norms."""
     parser.add_argument("--op", choices=ops)
     parser.add_argument("--direction", choices=DIRECTIONS)
@@ -81,8 +85,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(
                 "--all compiles both norms in both directions: leave --op, --direction, --rows and --out-features out"
             )
-        if not arguments.cols and (arguments.dtype or arguments.weight_dtype):
-            parser.error("--all takes --dtype and --weight-dtype only with --cols")
+        if not arguments.cols:
+            parser.error("--all needs --cols, the lengths of rows to compile for")
         return
     is_linear = arguments.op in LINEAR
     for name in ("direction",) if is_linear else ("rows", "out_features"):
@@ -104,11 +108,11 @@ def _show(arguments: argparse.Namespace) -> int:
     (cols,), (dtype,), (arch,) = arguments.cols, arguments.dtype, arguments.arch or (90,)
     if arguments.op in LINEAR:
         return _show_linear(arguments, cols, dtype, arch)
-    problem = whole(arguments.op, arguments.direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
+    problem = whole(arguments.op, arguments.direction, ROWS, cols, dtype, arguments.weight_dtype)
     solution = plan(problem, device.KNOWN[arch])
     if arguments.show == "plan":
         print(solution.describe())
-        print(f"{matrix.ROWS} rows are assumed; of many rows the kernel does not depend on how many.")
+        print(f"{ROWS} rows are assumed; of many rows the kernel does not depend on how many.")
     elif arguments.show == "source":
         print(_source(solution.steps))
     else:
@@ -165,7 +169,6 @@ def _resources(steps: Sequence[Step], arch: int) -> str:
 
 
 def _compile_all(arguments: argparse.Namespace) -> int:
-    start = perf_counter()
     if arguments.arch or why_no_gpu():
         targets = [gpu for arch in arguments.arch or device.KNOWN for gpu in device.known(arch)]
     else:
@@ -175,13 +178,16 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     planned = []
     with progress(len(targets), " GPUs planned") as bar:
         for target in targets:
-            specs = list(matrix.kernels_of(_problems(arguments, target), target))
-            if not arguments.cols:
-                specs += float8_plan.kernels_of(matrix.casts(target))
-            planned += [(spec, target.arch) for spec in specs]
+            planned += [(spec, target.arch) for spec in kernels_of(_problems(arguments), target)]
             bar.update()
+    return report(planned, keep=True)
+
+
+def report(planned: Iterable[tuple[KernelSpec, int]], keep: bool) -> int:
+    """Compile kernels, each for an architecture, print what came of it, and return the exit status."""
+    start = perf_counter()
     work = list(dict.fromkeys(planned))  # GPUs of an architecture share most of them
-    with compiler(keep=bool(arguments.cols)) as compile_one, progress(len(work)) as bar:
+    with compiler(keep=keep) as compile_one, progress(len(work)) as bar:
         kernels = []
         for compiled in compile_all(work, compile_one):
             kernels.append(compiled)
@@ -191,23 +197,25 @@ def _compile_all(arguments: argparse.Namespace) -> int:
         print(_table(failures))
     most = max((kernel.used.registers for kernel in kernels if kernel.used), default=0)
     print(
-        f"{len(kernels)} kernels compiled for {', '.join(dict.fromkeys(f'sm_{target.arch}' for target in targets))}: "
+        f"{len(kernels)} kernels compiled for {', '.join(dict.fromkeys(f'sm_{arch}' for _, arch in work))}: "
         f"{len(failures)} failures, at most {most} registers, {perf_counter() - start:.1f} s"
     )
     return 1 if failures else 0
 
 
-def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Problem]:
-    if not arguments.cols:
-        return matrix.covering(target)
-    return [
-        problem
-        for op, direction in product(matrix.OPS, DIRECTIONS)
+def kernels_of(problems: Iterable[Problem], target: device.Device) -> list[KernelSpec]:
+    """Return every kernel that the plans of these problems launch, once."""
+    return list(dict.fromkeys(step.spec for problem in problems for step in plan(problem, target).steps))
+
+
+def _problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems of the rows that are asked for, with as many rows as kernels may depend on."""
+    problems = [
+        whole(op, direction, ROWS, cols, dtype, arguments.weight_dtype)
+        for op, direction in product(OPS, DIRECTIONS)
         for cols, dtype in product(arguments.cols, arguments.dtype or ITEMSIZE)
-        for problem in matrix.every_number_of_rows(
-            whole(op, direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
-        )
     ]
+    return [replace(problem, rows=rows) for problem in problems for rows in NUMBERS_OF_ROWS]
 
 
 class _NoBar:

@@ -30,8 +30,7 @@ from ..plan.plain_problems import whole
 from ..plan.plan import plan, recorded
 from ..plan.problem import Problem
 from ..plan.spec import NormSpec
-from . import matrix
-from .compile import DIRECTIONS, LINEAR, add_options_of_problems, at_least_one, linear_problem, progress
+from .compile import DIRECTIONS, LINEAR, OPS, add_options_of_problems, at_least_one, linear_problem, progress
 from .info import why_no_compiler, why_no_gpu
 from .search import Found, search
 from .search_linear import FoundLinear, search_linear, why_not
@@ -112,7 +111,7 @@ def add_parser(commands) -> None:
         "in the folder of the kernel cache, where later processes find it. The bits of y and dx of a norm stay the "
         "same; the last one of y of a product may change.",
     )
-    add_options_of_problems(parser, (*matrix.OPS, *LINEAR))
+    add_options_of_problems(parser, (*OPS, *LINEAR))
     parser.add_argument("--out-features", type=at_least_one, help="columns of y of a norm with its product")
     parser.add_argument("--rows", nargs="+", type=at_least_one, help="rows of a call")
     parser.add_argument(
@@ -204,7 +203,7 @@ def _of_options(arguments: argparse.Namespace) -> Iterator[Problem | LinearProbl
         for rows, cols, dtype in product(arguments.rows, arguments.cols, arguments.dtype):
             yield linear_problem(arguments, rows, cols, dtype)
         return
-    ops = [arguments.op] if arguments.op else matrix.OPS
+    ops = [arguments.op] if arguments.op else OPS
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     for op, direction, cols, rows, dtype in product(ops, directions, arguments.cols, arguments.rows, arguments.dtype):
         yield whole(op, direction, rows, cols, dtype, arguments.weight_dtype)

@@ -1,6 +1,6 @@
 """The registers and shared memory that a kernel takes of an SM, and so the launches that a device can run.
 
-Registers are a model, with numbers found by compiling. `compile --all` and the compile test check it by ptxas.
+Registers are a model, with numbers found by compiling. The compile test (tests/kernels/matrix.py) checks it by ptxas.
 """
 
 from __future__ import annotations

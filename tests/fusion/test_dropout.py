@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import cpu_cupy
 import cpu_device
+import matrix
 import numpy
 import pytest
 from arrays import on_host, same_bits
@@ -17,7 +18,6 @@ from reference import narrow, widen
 
 import cunorm
 import cunorm.expression
-from cunorm.commands import matrix
 from cunorm.commands.compilation import fault
 from cunorm.expression.philox import COLUMNS, draw, uniform
 from cunorm.kernel.compile import compile_for

@@ -201,10 +201,10 @@ def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any])
     width of a vector differs, so they have the longest rows, in turns aligned and not. `part` chooses a part of these.
     """
     import numpy
+    from matrix import TABLES, lengths_of_tiers
 
     import cunorm
     from cunorm.call.numpy import numpy_dtype
-    from cunorm.commands.matrix import TABLES, lengths_of_tiers
     from cunorm.expression import silu
 
     gated = cunorm.fuse(

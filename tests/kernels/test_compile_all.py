@@ -12,19 +12,18 @@ from command_line import assert_fails_in_one_line, command, output_of
 from nvrtc import needs_nvrtc
 
 from cunorm.__main__ import main
-from cunorm.commands import compilation, compile, matrix
+from cunorm.commands import compilation, compile
 from cunorm.kernel.device import INSTALL, KNOWN, known
-from cunorm.plan.plain_problems import whole
 
 ONE_ROW = ("--cols", "100", "--dtype", "bfloat16")
 SUMMARY = r"(\d+) kernels compiled for (.+): 0 failures, at most (\d+) registers, ([\d.]+) s\n"
 
 
 def kernels(*architectures: int) -> int:
-    """Return the number of kernels for ONE_ROW, with every norm and number of rows in `matrix`, in both directions."""
+    """Return the number of kernels for ONE_ROW, with every norm and number of rows, in both directions."""
     arguments = compile.argparse.Namespace(cols=[100], dtype=["bfloat16"], weight_dtype=None)
     devices = [KNOWN[arch] for arch in architectures]
-    return sum(len(matrix.kernels_of(compile._problems(arguments, device), device)) for device in devices)
+    return sum(len(compile.kernels_of(compile._problems(arguments), device)) for device in devices)
 
 
 @pytest.fixture
@@ -36,8 +35,8 @@ def cache(tmp_path):
 def compiled(monkeypatch, capsys, cache):
     """Run `compile --all` in this process, with rms_norm and many rows only: three kernels for a length and dtype."""
     monkeypatch.setenv(*next(iter(cache.items())))
-    monkeypatch.setattr(matrix, "OPS", ("rms_norm",))
-    monkeypatch.setattr(matrix, "NUMBERS_OF_ROWS", [matrix.ROWS])
+    monkeypatch.setattr(compile, "OPS", ("rms_norm",))
+    monkeypatch.setattr(compile, "NUMBERS_OF_ROWS", [compile.ROWS])
 
     def run(*options: str) -> tuple[str, str, str, str]:
         assert main(["compile", "--all", *options]) == 0
@@ -97,17 +96,6 @@ def test_a_kernel_that_is_gone_is_compiled_again(compiled, tmp_path):
 
 @pytest.mark.slow
 @needs_nvrtc
-def test_without_lengths_nothing_is_kept_but_what_was_found(compiled, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        matrix, "covering", lambda target: [whole("layer_norm", "forward", matrix.ROWS, 100, "float16")]
-    )
-    monkeypatch.setattr(matrix, "casts", lambda target: [])
-    compiled("--arch", "90")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["cunorm_compiled.json"]
-
-
-@pytest.mark.slow
-@needs_nvrtc
 @pytest.mark.parametrize("content", ["", "{"])
 def test_results_that_cannot_be_read_are_made_again(compiled, tmp_path, content):
     directory = tmp_path / "cache"
@@ -134,10 +122,10 @@ def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, c
 def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
     """The cache has the kernels that plans choose for few rows, for many, and for numbers between."""
     arguments = compile.argparse.Namespace(cols=[100, 4096], dtype=["bfloat16"], weight_dtype=None)
-    problems = compile._problems(arguments, KNOWN[90])
-    kept = set(matrix.kernels_of(problems, KNOWN[90]))
+    problems = compile._problems(arguments)
+    kept = set(compile.kernels_of(problems, KNOWN[90]))
     for rows in (*range(1, 65), *range(65, 200, 8), 131, 132, 133, 600, 1000, 3000, 70000):
-        assert kept >= set(matrix.kernels_of([replace(problem, rows=rows) for problem in problems], KNOWN[90])), rows
+        assert kept >= set(compile.kernels_of([replace(problem, rows=rows) for problem in problems], KNOWN[90])), rows
 
 
 @pytest.mark.slow
@@ -148,16 +136,10 @@ def test_an_architecture_has_the_kernels_of_each_gpu_that_is_known(monkeypatch):
     monkeypatch.setattr(compile, "compile_all", lambda work, _: asked.extend(work) or [])
     assert main(["compile", "--all", "--cols", "1600", "--dtype", "bfloat16", "--arch", "90"]) == 0
     arguments = compile.argparse.Namespace(cols=[1600], dtype=["bfloat16"], weight_dtype=None)
-    needed = [set(matrix.kernels_of(compile._problems(arguments, device), device)) for device in known(90)]
+    needed = [set(compile.kernels_of(compile._problems(arguments), device)) for device in known(90)]
     assert needed[0] != needed[1]
     assert len(asked) == len(set(asked))
     assert {spec for spec, _ in asked} == needed[0] | needed[1]
-
-
-@pytest.mark.slow
-def test_without_lengths_it_is_the_covering_set():
-    arguments = compile.argparse.Namespace(cols=None)
-    assert compile._problems(arguments, KNOWN[80]) == matrix.covering(KNOWN[80])
 
 
 def test_without_cupy_it_says_what_to_install(tmp_path):
@@ -169,7 +151,7 @@ def test_what_it_needs_is_asked_before_kernels_are_planned(monkeypatch, capsys):
     """A missing compiler is reported first, because all plans take minutes."""
     monkeypatch.setattr(compile, "why_no_compiler", lambda: "none is here")
     monkeypatch.setattr(compile, "_problems", lambda *_: pytest.fail("kernels were planned"))
-    assert main(["compile", "--all"]) == 1
+    assert main(["compile", "--all", *ONE_ROW]) == 1
     assert capsys.readouterr().err == f"compile: needs CuPy and NVRTC (none is here): {INSTALL}.\n"
 
 
@@ -180,12 +162,12 @@ def test_another_import_that_fails_is_not_said_to_be_cupy(monkeypatch):
     monkeypatch.setattr(compile, "why_no_compiler", lambda: None)
     monkeypatch.setattr(compile, "_problems", broken)
     with pytest.raises(ImportError, match="something else"):
-        main(["compile", "--all", "--arch", "80"])
+        main(["compile", "--all", *ONE_ROW, "--arch", "80"])
 
 
 REFUSED = [
     (("--all", "--op", "rms_norm"), "leave --op, --direction, --rows and --out-features out"),
-    (("--all", "--dtype", "float16"), "only with --cols"),
+    (("--all", "--dtype", "float16"), "--all needs --cols, the lengths of rows to compile for"),
     (("--all", "--show", "plan"), "not allowed with argument"),
     ((), "it needs --show (plan, source or ptxas), --op, --direction, --cols, --dtype; or --all"),
     (("--cols", "64"), "it needs --show (plan, source or ptxas), --op, --direction, --dtype; or --all"),

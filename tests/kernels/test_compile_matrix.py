@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import combinations, product
 
+import matrix
 import pytest
 from nvrtc import needs_nvrtc
 from problems import refused
 
-from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.kernel.compile import Resources
 from cunorm.kernel.device import KNOWN, Device, known
@@ -35,7 +35,7 @@ def covering(
 ) -> list[KernelSpec]:
     """Return kernels that show every value of every factor with each kernel, tier, and CTA or cluster.
 
-    `python -m cunorm compile --all` compiles all combinations. The first kernel that has a value is taken, and problems
+    `python tests/kernels/matrix.py` compiles all combinations. The first kernel that has a value is taken, and problems
     begin with those of a tier's longest row, which needs the most registers.
     """
     shown: set[tuple] = set()

@@ -7,10 +7,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import matrix
 import pytest
 from problems import refused
 
-from cunorm.commands import matrix
 from cunorm.kernel.compile import AS_CUPY, MINIMAL, OPTIONS
 from cunorm.kernel.device import KNOWN
 from cunorm.kernel.source import source

@@ -11,6 +11,7 @@ from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import cpu_functions
+import matrix
 import numpy
 import pytest
 from arrays import in_wider_rows, inputs, misplaced, same_bits
@@ -22,7 +23,6 @@ from problems import DEVICES, problem
 
 from cunorm import fuse
 from cunorm.call.numpy import numpy_dtype
-from cunorm.commands import matrix
 from cunorm.kernel.device import KNOWN, Device
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan

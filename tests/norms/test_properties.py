@@ -25,10 +25,10 @@ from cpu_functions import MANY_SMS, SMALL
 from functions import OPS, backward
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from matrix import TABLES, lengths_of_tiers
 from reference import check_backward, check_forward, narrow
 
 import cunorm
-from cunorm.commands.matrix import TABLES, lengths_of_tiers
 from cunorm.kernel import device
 
 EXAMPLES = int(os.environ.get("CUNORM_EXAMPLES", "150"))

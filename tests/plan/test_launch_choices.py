@@ -15,9 +15,9 @@ from arrays import inputs, same_bits
 from cpu_device import Machine, missing, poisoned
 from cpu_functions import SMALL
 from functions import OPS, backward, forward
+from matrix import KINDS_OF_FUSIONS
 
 from cunorm.call.recipe import Recipes
-from cunorm.commands.matrix import KINDS_OF_FUSIONS
 from cunorm.commands.search import bytes_of
 from cunorm.kernel.device import Device
 from cunorm.operation import FUSIONS

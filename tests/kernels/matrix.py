@@ -1,28 +1,33 @@
-"""The problems that together make the plan choose every kind of kernel that it has: what `compile --all` compiles.
+"""The problems that together make the plan choose every kind of kernel that it has.
 
-They are made from the tables of shapes.py, so a new tier is covered without a change here. All combinations would be
-millions; for each tier an orthogonal array holds every pair of values of any two factors in 49 problems. Two neighbours
-among the forward tiers, which follow from a rule, share one.
+`python tests/kernels/matrix.py [ARCH...]` compiles all of their kernels, for every architecture if none is named. A
+kernel that spills registers is a failure.
+
+The problems are made from the tables of shapes.py, so a new tier is covered without a change here. All combinations
+would be millions; for each tier an orthogonal array holds every pair of values of any two factors in 49 problems. Two
+neighbours among the forward tiers, which follow from a rule, share one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import compress, product
 from typing import Any
 
-from ..expression import trace
-from ..kernel.device import Device
-from ..linear import float8_plan
-from ..linear.float8_plan import ColumnsProblem, ProductProblem, RowsProblem
-from ..operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
-from ..plan.choose import tier_of
-from ..plan.forward import fits_norm_add_norm
-from ..plan.plain_problems import float8_problem, plain, whole
-from ..plan.plan import plan
-from ..plan.problem import (
+from cunorm.commands.compile import OPS, ROWS, kernels_of, report
+from cunorm.expression import trace
+from cunorm.kernel.device import KNOWN, Device, known
+from cunorm.linear import float8_plan
+from cunorm.linear.float8_plan import ColumnsProblem, ProductProblem, RowsProblem
+from cunorm.operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
+from cunorm.plan.choose import tier_of
+from cunorm.plan.forward import fits_norm_add_norm
+from cunorm.plan.plain_problems import float8_problem, plain, whole
+from cunorm.plan.plan import plan
+from cunorm.plan.problem import (
     FLOAT8,
     ITEMSIZE,
     SCALES,
@@ -32,20 +37,16 @@ from ..plan.problem import (
     backward_problem,
     forward_problem,
 )
-from ..plan.resources import RESIDENT
-from ..plan.shapes import TABLES, Tier
-from ..plan.spec import KernelSpec
-from ..plan.steps import OtherPlan
+from cunorm.plan.resources import RESIDENT
+from cunorm.plan.shapes import TABLES, Tier
+from cunorm.plan.spec import KernelSpec
+from cunorm.plan.steps import OtherPlan
 
-OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
 KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
-ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 60, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (plan/backward.py)
-# Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
-NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
@@ -75,11 +76,6 @@ FACTORS: dict[str, dict[str, tuple]] = {
         "zero_centered_gamma": (False, True),
     },
 }
-
-
-def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Every kernel that the plans of these problems launch, once."""
-    return list(dict.fromkeys(step.spec for problem in problems for step in plan(problem, device).steps))
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
@@ -265,11 +261,6 @@ def fused_float8() -> list[Problem]:
     return problems
 
 
-def every_number_of_rows(problem: Problem) -> list[Problem]:
-    """The problem with as many rows as kernels may depend on."""
-    return [replace(problem, rows=rows) for rows in NUMBERS_OF_ROWS]
-
-
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
     """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole vectors.
 
@@ -324,3 +315,18 @@ def _mixed(
         factors["wanted"] = tuple(name for name in factors["wanted"] if name != "bias") or ("x",)
     zero_centered_gamma = zero_centered_gamma and weight is not None
     return plain(op, direction, rows, cols, x, weight, zero_centered_gamma=zero_centered_gamma, **factors)
+
+
+def main() -> int:
+    architectures = [int(arch) for arch in sys.argv[1:]] or list(KNOWN)
+    planned = [
+        (spec, target.arch)
+        for arch in architectures
+        for target in known(arch)
+        for spec in (*kernels_of(covering(target), target), *float8_plan.kernels_of(casts(target)))
+    ]
+    return report(planned, keep=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
