@@ -45,8 +45,10 @@ def load(checkout: Path) -> None:
     shutil.copytree(checkout / "kernels_cu", package / "kernels_cu", dirs_exist_ok=True)
     for path in package.rglob("*.py"):
         path.write_text(path.read_text().replace('"cunorm.', f'"{NAME}.'))
-    text = (checkout / "bench" / "freeze.py").read_text()
-    (folder / f"{NAME}_freeze.py").write_text(text.replace("from cunorm", f"from {NAME}"))
+    for name, path in (("freeze", "bench/freeze.py"), ("matrix", "tests/kernels/matrix.py")):
+        if (checkout / path).exists():  # the matrix of earlier checkouts is in their package
+            text = (checkout / path).read_text().replace("from cunorm", f"from {NAME}")
+            (folder / f"{NAME}_{name}.py").write_text(text.replace("import matrix", f"import {NAME}_matrix as matrix"))
     sys.path.insert(0, str(folder))
 
 
