@@ -48,7 +48,9 @@ def load(checkout: Path) -> None:
     for name, path in (("freeze", "bench/freeze.py"), ("matrix", "tests/kernels/matrix.py")):
         if (checkout / path).exists():  # the matrix of earlier checkouts is in their package
             text = (checkout / path).read_text().replace("from cunorm", f"from {NAME}")
-            (folder / f"{NAME}_{name}.py").write_text(text.replace("import matrix", f"import {NAME}_matrix as matrix"))
+            (folder / f"{NAME}_{name}.py").write_text(
+                text.replace("    import matrix", f"    import {NAME}_matrix as matrix")
+            )
     sys.path.insert(0, str(folder))
 
 
