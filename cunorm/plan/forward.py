@@ -86,13 +86,16 @@ def _at_once(spec: NormSpec, needs: Needs) -> NormSpec:
 
 
 def _shifts_slowly(spec: NormSpec) -> bool:
-    """Whether rows at odd addresses take longer out of a ring than out of registers, beside weights in registers.
+    """Whether rows at odd addresses take longer out of a ring than out of registers, for any number of rows.
 
-    On an H200 a ring takes 1.1 to 1.6 times as long, for any number of rows (docs/tuning.md).
+    Beside weights in registers, which every CTA loads, they take 0.6 to 0.95 of a ring's time on an H200
+    (docs/tuning.md).
     """
-    if spec.aligned or spec.scales or spec.compute != "float32":
+    shape = spec.shape
+    if spec.aligned or not spec.columns_aligned or spec.scales or spec.compute != "float32":
         return False
-    return not NORMS[spec.operation.norm].subtracts_mean or (spec.shape.threads <= WARP and widest_column(spec) <= 2)
+    narrow = shape.threads <= WARP and shape.vectors != 4 and widest_column(spec) <= 2
+    return narrow or not NORMS[spec.operation.norm].subtracts_mean
 
 
 def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
