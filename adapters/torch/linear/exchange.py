@@ -24,10 +24,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 class Rows:
-    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed.
-
-    This class itself serves one rank, where rows stay and every exchange has ended when it begins.
-    """
+    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed."""
 
     place: Tensor | None = None  # where this rank writes what it hands in; None for anywhere
     own: Tensor  # if rows are gathered, those of this rank, (rows, cols)
@@ -39,11 +36,11 @@ class Rows:
 
         With `wanted_next` nothing is launched on the present stream before the result is read.
         """
-        self.own = rows
+        raise NotImplementedError
 
     def of(self, rank: int) -> Tensor:
         """Return the gathered rows of a rank, for later work on the present stream."""
-        return self.own
+        raise NotImplementedError
 
     def come(self) -> Tensor:
         """Return all gathered rows, (ranks * rows, cols), while other ranks may still read those of this one."""
@@ -51,17 +48,37 @@ class Rows:
 
     def whole(self, keep: bool = False) -> Tensor:
         """Return all gathered rows after the exchange has ended. With `keep` they outlast the next exchange."""
-        return self.own
+        raise NotImplementedError
 
     def send(self, rank: int) -> None:
         """Send the terms that `rank` sums, which stand in `place`. The ranks come in the order of `in_turn`."""
+        raise NotImplementedError
 
     def result(self) -> Tensor:
         """Return the summed rows of this rank, to which nothing else refers."""
-        return self.own
+        raise NotImplementedError
 
     def end(self) -> None:
         """Wait, after the result, until the exchange has ended, for later work on the present stream."""
+
+
+class OwnRows(Rows):
+    """Rows of the only rank, which stay where they are: an exchange has ended when it begins."""
+
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        self.own = rows
+
+    def of(self, rank: int) -> Tensor:
+        return self.own
+
+    def whole(self, keep: bool = False) -> Tensor:
+        return self.own
+
+    def send(self, rank: int) -> None:
+        pass
+
+    def result(self) -> Tensor:
+        return self.own
 
 
 # With fewer bytes of all rows NCCL works on the present stream, as a second stream would cost more than it gains.

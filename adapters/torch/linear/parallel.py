@@ -22,7 +22,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import symmetric
-from .exchange import ENABLED, GATHER, SUM, Exchange, Rows, compare, compares_always, exchange_by_collectives, group_of
+from .exchange import (
+    ENABLED,
+    GATHER,
+    SUM,
+    Exchange,
+    OwnRows,
+    Rows,
+    compare,
+    compares_always,
+    exchange_by_collectives,
+    group_of,
+)
 
 
 class Limits(NamedTuple):
@@ -74,10 +85,10 @@ class Alone(Place):
         return tuple(x.shape)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
-        return Rows()
+        return OwnRows()
 
     def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
-        return Rows()
+        return OwnRows()
 
 
 ALONE = Alone()
@@ -116,7 +127,7 @@ class Group(NamedTuple):
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
         """Return Rows that gather (rows, cols) of each rank, with `overlaps` during a product if that is faster."""
         if not self.sequence:
-            return Rows()
+            return OwnRows()
         overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
         gathering = self._exchange(overlaps, like).gathering(rows, cols, like, dtype)
         gathering.in_parts = overlaps
