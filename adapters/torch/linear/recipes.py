@@ -327,7 +327,7 @@ def why_not(index: int) -> str:
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 or more; this GPU has {capability[0]}.{capability[1]}"
     if not scaled_mm:
-        return f"FP8 with a scale for each row needs torch 2.5 or later; this is {torch.__version__}"
+        return f"FP8 products need torch._scaled_mm, which torch {torch.__version__} has not"
     if capability < (9, 0) and version < (2, 12):
         # pytorch #177651
         return f"torch {torch.__version__} runs this product beside the current stream on GPUs before Hopper; use 2.12"

@@ -83,7 +83,7 @@ def forward(
     """Raise what torch's own norms raise: RuntimeError for shapes and devices that do not fit, NotImplementedError for
     tensors that no kernel reads.
     """
-    function = function_of(operation)
+    function = NAMED[operation].norm
     layouts = {
         name: layout(function, name, tensor)
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
@@ -110,13 +110,6 @@ def floating(function: str, **tensors: Tensor | None) -> None:
                 f"{function}: {name} must have dtype {', '.join(ITEMSIZE)}; got {dtype_name(tensor.dtype)}. "
                 "Convert it first."
             )
-
-
-def function_of(operation: str) -> str:
-    """Return the name of the function that computes an operation."""
-    if operation not in NAMED:  # it may come from whoever calls an operator
-        raise ValueError(f"cunorm: operation must be one of {', '.join(NAMED)}; got {operation!r}.")
-    return NAMED[operation].norm
 
 
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
