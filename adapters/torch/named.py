@@ -66,8 +66,8 @@ def _run(call: Call) -> Sequence[Tensor]:
     for output_dtype in (dtype, s_dtype):
         if output_dtype is not None:
             checks.output_dtype(function, output_dtype)
-    if dtype is None and x.is_cuda:
-        dtype = functional._default_dtype(norm, x)
+    if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = functional.default_dtype(norm, x)
     margins = checks.sm_margins(function, sm_margin)
     names = tuple(operands)
     if function == "rms_norm_add_rms_norm":

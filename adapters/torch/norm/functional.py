@@ -177,7 +177,7 @@ def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, k
     ndim = checks.trailing_axes(function, x, shape)
     eps = checks.eps(function, eps, x)
     if dtype is None:
-        dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
+        dtype = default_dtype(operation, x) if x.is_cuda else x.dtype
     if not dispatch.compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
         if type(x) in PLAIN and x.is_cuda:
@@ -250,7 +250,7 @@ def norm_with_statistics(
     return y if len(shape) == 1 else y.reshape(x.shape), statistics
 
 
-def _default_dtype(operation: str, x: Tensor) -> torch.dtype:
+def default_dtype(operation: str, x: Tensor) -> torch.dtype:
     """Return the dtype of y: that of x, or under autocast that of torch's own norm. x itself is not converted."""
     if torch.is_autocast_enabled("cuda") and x.dtype in HALF and AUTOCAST_TO_FLOAT32[operation]:
         return torch.float32
