@@ -26,6 +26,8 @@ UNMEASURED = replace(H200, name="unmeasured", bandwidth=2000)  # of a class that
         (H200, "layer_norm", "forward", "float32", 6144, 4224, (1, 1, 3, 2)),
         (H200, "rms_norm", "forward", "bfloat16", 5243, 1600, (1, 4, 5, 2)),
         (H200, "layer_norm", "forward", "bfloat16", 16, 8192, (8, 1, 1, 0)),
+        (H200, "rms_norm", "forward", "bfloat16", 32768, 600, (1, 8, 3, 0)),
+        (H100, "rms_norm", "forward", "bfloat16", 32768, 600, (1, 8, 6, 2)),
         (H200, "layer_norm", "backward", "bfloat16", 819, 10240, (2, 1, 1, 2)),
         (H100, "layer_norm", "forward", "bfloat16", 1872, 4480, (2, 1, 8, 3)),
         (H100, "layer_norm", "forward", "bfloat16", 2048, 32768, (8, 1, 4, 1)),
@@ -40,6 +42,24 @@ UNMEASURED = replace(H200, name="unmeasured", bandwidth=2000)  # of a class that
 def test_rows_are_run_as_was_measured_to_win_on_the_class_of_gpus(device, norm, direction, weight, rows, cols, launch):
     spec = plan(whole(norm, direction, rows, cols, "bfloat16", weight), device).steps[0].spec
     assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages) == launch
+
+
+@pytest.mark.parametrize(
+    ("norm", "cols", "weight", "waits_in_a_ring"),
+    [
+        ("rms_norm", 300, "bfloat16", False),
+        ("rms_norm", 3420, "float32", False),
+        ("rms_norm", 3424, "bfloat16", True),  # at aligned addresses
+        ("layer_norm", 300, "bfloat16", False),
+        ("layer_norm", 300, "float32", True),
+        ("layer_norm", 1001, "bfloat16", True),  # four vectors a thread
+        ("layer_norm", 3420, "bfloat16", True),  # of more threads than a warp
+    ],
+)
+def test_rows_at_odd_addresses_wait_in_a_ring_only_where_it_wins(norm, cols, weight, waits_in_a_ring):
+    spec = plan(whole(norm, "forward", 2**24 // cols, cols, "bfloat16", weight), H200).steps[0].spec
+    assert bool(spec.stages) == waits_in_a_ring
+    assert spec.weights_in_registers
 
 
 @pytest.mark.parametrize("weight", ["bfloat16", "float32"])
