@@ -4,11 +4,7 @@ transformations, residuals, bad input.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import linear_reference
 import numpy
@@ -366,34 +362,6 @@ def test_vmap(device, mapped):
     ]
     alike(both("layer_norm"), lambda f: jax.vmap(gradient(f), axes), *arrays)
     alike(both("layer_norm"), lambda f: gradient(jax.vmap(f, axes)), *arrays)
-
-
-# Several devices.
-
-SCRIPT = Path(__file__).parent / "jax_linear_sharded.py"
-
-
-def run_sharded(platform: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of other subjects
-    environment |= {"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {}
-    finished = subprocess.run([sys.executable, SCRIPT, platform], capture_output=True, text=True, env=environment)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
-
-
-@pytest.mark.slow
-def test_four_devices_of_the_cpu():
-    assert "over 4 devices" in run_sharded("cpu")
-
-
-@pytest.mark.gpu
-def test_all_gpus():
-    import cupy
-
-    count = cupy.cuda.runtime.getDeviceCount()
-    if count < 2 or count % 2:
-        pytest.skip("needs an even number of GPUs")
-    assert f"over {count} devices" in run_sharded("cuda")
 
 
 # Bad input: (name of the case, arguments in place of the good ones, error, what the message says).

@@ -11,27 +11,30 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-SCRIPT = Path(__file__).parent / "jax_sharded.py"
+SCRIPTS = {"jax_sharded.py": 1, "jax_linear_sharded.py": 2}  # with what the number of GPUs must be a multiple of
 
 
-def run(platform: str) -> str:
+def run(script: str, platform: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of other subjects
     environment |= {"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {}
-    finished = subprocess.run([sys.executable, SCRIPT, platform], capture_output=True, text=True, env=environment)
+    path = Path(__file__).parent / script
+    finished = subprocess.run([sys.executable, path, platform], capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
 
 @pytest.mark.slow
-def test_four_devices_of_the_cpu():
-    assert "over 4 devices" in run("cpu")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_four_devices_of_the_cpu(script):
+    assert "over 4 devices" in run(script, "cpu")
 
 
 @pytest.mark.gpu
-def test_all_gpus():
+@pytest.mark.parametrize(("script", "multiple"), SCRIPTS.items())
+def test_all_gpus(script, multiple):
     import cupy
 
     count = cupy.cuda.runtime.getDeviceCount()
-    if count < 2:
-        pytest.skip("needs two GPUs or more")
-    assert f"over {count} devices" in run("cuda")
+    if count < 2 or count % multiple:
+        pytest.skip(f"needs two GPUs or more, a multiple of {multiple}")
+    assert f"over {count} devices" in run(script, "cuda")
