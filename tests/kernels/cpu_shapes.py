@@ -125,7 +125,6 @@ FOR_LAYER_NORM_ALONE = (
     "20x5000-bfloat16",
     "20x8192-bfloat16",
     "216x1280-bfloat16",
-    "30x1280-bfloat16",
     "310x2568-bfloat16",
     "3x1036-float16",
     "3x1037-bfloat16",
