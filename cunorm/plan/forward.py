@@ -73,7 +73,7 @@ def _cta_kernels(problem: Problem, spec: NormSpec, device: Device) -> _CtaKernel
     needs = needs_of(problem, spec, device)
     at_once = _at_once(spec, needs)
     ring, registers = _in_a_ring(problem, spec, needs, device), _in_registers(problem, spec, needs, device)
-    if ring is not None and _shifts_slowly(spec):
+    if ring is not None and _loses_in_a_ring(spec):
         kept = _at_once(replace(spec, rows_per_cta=registers.rows_per_cta), needs)
         ring, registers = (None, kept) if kept.ctas_per_sm else (ring, registers)
     return _CtaKernels(at_once, _in_clusters(at_once, device) if at_once.ctas_per_sm else (), ring, registers)
@@ -85,11 +85,10 @@ def _at_once(spec: NormSpec, needs: Needs) -> NormSpec:
     return replace(spec, ctas_per_sm=ctas, weights_in_registers=True)
 
 
-def _shifts_slowly(spec: NormSpec) -> bool:
-    """Whether rows at odd addresses take longer out of a ring than out of registers, for any number of rows.
+def _loses_in_a_ring(spec: NormSpec) -> bool:
+    """Return whether rows, at odd addresses, take longer out of a ring than out of registers, however many they are.
 
-    Beside weights in registers, which every CTA loads, they take 0.6 to 0.95 of a ring's time on an H200
-    (docs/tuning.md).
+    Weight and bias are in registers too, and every CTA loads them, so they must be aligned (docs/tuning.md).
     """
     shape = spec.shape
     if spec.aligned or not spec.columns_aligned or spec.scales or spec.compute != "float32":
