@@ -312,7 +312,7 @@ def _rows(spec: NormSpec) -> str:
     rows = f"RegisterRows<{_row_shape(spec)}, Load>"
     if spec.stages:
         options = f"{spec.rows_per_cta}, {spec.stages}, {cpp(spec.prefetch)}, {cpp(spec.rows_in_registers)}"
-        rows = f"SharedRows<{_row_shape(spec)}, {options}, Load>"
+        rows = f"SharedRows<{_row_shape(spec)}, {options}, Load{', true' * spec.copies_together}>"
     return f"template <class Load>\nusing Rows = {rows};\n"
 
 

@@ -76,6 +76,8 @@ def _cta_kernels(problem: Problem, spec: NormSpec, device: Device) -> _CtaKernel
     if ring is not None and _loses_in_a_ring(spec):
         kept = _at_once(replace(spec, rows_per_cta=registers.rows_per_cta), needs)
         ring, registers = (None, kept) if kept.ctas_per_sm else (ring, registers)
+    elif ring is not None:
+        ring = _with_a_stage_fewer(ring, at_once, device)
     return _CtaKernels(at_once, _in_clusters(at_once, device) if at_once.ctas_per_sm else (), ring, registers)
 
 
@@ -83,6 +85,18 @@ def _at_once(spec: NormSpec, needs: Needs) -> NormSpec:
     """Return the kernel that loads weight and bias with the first row, as many CTAs of it as registers suffice for."""
     ctas = ctas_by_registers(spec, needs.working + max(needs.at_once, needs.y))
     return replace(spec, ctas_per_sm=ctas, weights_in_registers=True)
+
+
+def _with_a_stage_fewer(ring: NormSpec, at_once: NormSpec, device: Device) -> NormSpec:
+    """Return a kernel whose rows go to registers when they have come, if that leaves room for more CTAs; else `ring`.
+
+    Registers must suffice: elsewhere ptxas spills, on later architectures, in RMSNorm, and where y is scaled.
+    """
+    measured = 80 <= device.arch < 100 and NORMS[ring.operation.norm].subtracts_mean
+    if not measured or not ring.aligned or ring.scales or ring.shape.threads <= WARP:
+        return ring
+    more = ring.ctas_per_sm < at_once.ctas_per_sm
+    return replace(at_once, stages=1, rows_in_registers=True) if more else ring
 
 
 def _loses_in_a_ring(spec: NormSpec) -> bool:

@@ -122,6 +122,14 @@ class NormSpec:
         return gains and not spills and self.cols % self.shape.vector_cols == 0
 
     @property
+    def copies_together(self) -> bool:
+        """Whether the lanes of a warp copy its rows to shared memory together, each no more than its own (rows.cuh)."""
+        in_a_ring = self.kernel == "forward" and self.stages > 1 and self.aligned
+        return (
+            in_a_ring and self.shape.threads <= 2 and self.shape.vectors > 1 and not self.cols % self.shape.vector_cols
+        )
+
+    @property
     def threads(self) -> int:
         if self.kernel == "forward_pairs":
             return self.shape.threads

@@ -44,6 +44,7 @@ SHAPES = (
     Shape(2, 500, "float16", SMALL, "gradients of two warps"),
     Shape(40, 768, "float16", SMALL, "a warp a row; partial rows of four warps"),
     Shape(4000, 24, "bfloat16", SMALL, "several turns in registers"),
+    Shape(1003, 40, "float32", SMALL, "two lanes a row: a warp copies its rows to a ring together"),
     Shape(3, 1000, "bfloat16", SMALL, "whole vectors that fill no warp"),
     Shape(12, 1024, "float32", SMALL, "a full shape; a ring of rows"),
     Shape(40, 1024, "float16", SMALL, "gradients of four times two warps"),

@@ -20,10 +20,24 @@ MUTATIONS = (
     ),
     Mutation(
         "what others copied is read before it has come for them",
-        "if constexpr (!Load::kVectorized) warp_barrier();",
+        "if constexpr (!kAlone) warp_barrier();",
         "",
         "misplaced",
         (("races", "race:"),),
+    ),
+    Mutation(
+        "rows that a warp copied together are read before they have come",
+        "if constexpr (!kAlone) warp_barrier();",
+        "if constexpr (!Load::kVectorized) warp_barrier();",
+        "buffers",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "rows that a warp copies together take the place of this thread's",
+        "to + behind, slot",
+        "to, slot",
+        "buffers",
+        (("results", "elements are wrong"), ("races", "race:")),
     ),
     Mutation(
         "two lanes copy the word that their vectors share",

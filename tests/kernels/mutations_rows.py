@@ -100,8 +100,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for a row more ahead than there are places",
-        "kInPlace ? 1 : kStages - 1 + (kRowsInRegisters && Load::kVectorized);",
-        "kInPlace ? 1 : kStages + (kRowsInRegisters && Load::kVectorized);",
+        "kInPlace ? 1 : kStages - 1 + (kRowsInRegisters && kAlone);",
+        "kInPlace ? 1 : kStages + (kRowsInRegisters && kAlone);",
         "CTA",
         (
             ("results", "elements are wrong"),
