@@ -163,6 +163,7 @@ def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "module", lambda: None)
         patch.setattr(repeats, "_calls", {})
+        patch.setattr(repeats, "_forms", {})
         patch.setattr(named._call_of, "results", {})
         results = call()
         results = results if isinstance(results, tuple) else (results,)

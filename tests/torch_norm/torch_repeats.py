@@ -62,7 +62,7 @@ def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
     """Assert that calls have the bits of first ones when they follow each other and earlier ones are still known."""
     first = {}
     for name, case in cases.items():
-        for kept in (repeats._calls, forms._families, forms._made, forms._affine_call.results):
+        for kept in (repeats._calls, repeats._forms, forms._families, forms._made, forms._affine_call.results):
             kept.clear()
         first[name] = run(*case)
     for _ in range(2):

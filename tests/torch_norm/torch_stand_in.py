@@ -18,7 +18,8 @@ from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
 
 def forget(monkeypatch: Any) -> None:
     """Forget all earlier calls."""
-    for owner, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls")):
+    calls_of_other_rows = (repeats, "_forms"), (dispatch, "_first_calls")
+    for owner, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls"), *calls_of_other_rows):
         monkeypatch.setattr(owner, kept, {})
     for function in (calls._affine_call, named._call_of):
         monkeypatch.setattr(function, "results", {})

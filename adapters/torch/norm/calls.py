@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call import broadcasting
 from ...call.checks import Layout
+from ...call.recipe import form_of
 from ...call.store import Float8Store
 from ...operation import NAMED, Operation, added_after
 from ...plan.problem import backward_reads
@@ -42,7 +43,7 @@ class Call:
     store: Float8Store | None = None  # how FP8 output is stored, for a forward pass without a backward pass
     affine: str | None = None  # the name in NAMED if the operation is a plain norm
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
-    forms: dict[Hashable, Any] = field(default_factory=dict)  # recipes that serve any number of rows, of both passes
+    forms: dict[Hashable, Forward] = field(default_factory=dict)  # recipes that serve any number of rows
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -129,6 +130,8 @@ class Family(NamedTuple):
     recipes: dict[Hashable, Backward]
     known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # as repeats.remember keeps them
     through: tuple[str, ...]  # the operands whose gradients equal that of y, unless dtypes differ
+    form: Hashable  # what it has in common with families of other numbers of rows; None if that is not known
+    is_derived: bool  # it was made from one of another number of rows
 
 
 class Forward(NamedTuple):
@@ -169,12 +172,29 @@ class Backward(NamedTuple):
 def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     """Return the Family of calls with tensors of these shapes and dtypes, the same one each time."""
     contiguous = {name: layout._replace(strides=gpu.strides(layout.shape)) for name, layout in layouts.items()}
+    form = form_of(layouts["x"].shape, contiguous.values())
+    return _family(call, contiguous, form and (call, form), False)
+
+
+def family_of_rows(like: Family, shape: tuple[int, ...]) -> Family:
+    """Return the Family of calls that differ from those of another in their number of rows alone, with x of `shape`."""
+    before = like.layouts["x"].shape
+    shapes = {before: tuple(shape), before[:-1]: tuple(shape[:-1])}  # matrices, and numbers for rows
+    contiguous = {}
+    for name, layout in like.layouts.items():
+        moved = shapes.get(layout.shape)
+        contiguous[name] = layout if moved is None else layout._replace(shape=moved, strides=gpu.strides(moved))
+    return _family(like.call, contiguous, like.form, True)
+
+
+def _family(call: Call, contiguous: dict[str, Layout], form: Hashable, is_derived: bool) -> Family:
+    """Return the Family of calls with tensors of these layouts."""
     key = tuple(contiguous.values())
     result = call.families.get(key)
     if result is None:
         added, shape = added_after(call.operation, (*call.names, *call.numbers)), contiguous["x"].shape
         through = tuple(name for name in added if name in call.names and contiguous[name].shape == shape)
-        result = keep(call.families, key, Family(call, contiguous, {}, {}, through))
+        result = keep(call.families, key, Family(call, contiguous, {}, {}, through, form, is_derived))
     return result
 
 

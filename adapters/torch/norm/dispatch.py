@@ -61,12 +61,13 @@ def run(
             return by_formulas(call, tensors, numbers, eps, wants_statistics)
         return by_operator(call, tensors, numbers, eps, wants_statistics)
     if not wants_statistics:
-        known = repeats.known_call((call, tensors[0].shape, eps, *numbers), tensors)
+        key, tensors = (tensors[0].shape, call, eps, *numbers), tuple(tensors)
+        known = repeats.known_call(key, tensors) or of_other_rows(key, tensors)
         if known is not None and nothing_else_listens():
             return run_known(known, tensors), None
     if at_once(tensors):
         if not wants_statistics:
-            return run_new((call, tensors[0].shape, eps, *numbers), call, tensors, numbers, eps), None
+            return run_new((tensors[0].shape, call, eps, *numbers), call, tensors, numbers, eps), None
         known = _described(call, tensors, numbers, eps)._replace(wants_statistics=True)
         if not (known.differentiable and grad_enabled()):
             return launching.forward_by(known.recipe, tensors, numbers, eps, True)
@@ -94,17 +95,44 @@ def run(
 
 
 def run_new(
-    key: Hashable, call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float
+    key: tuple[Hashable, ...], call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float
 ) -> Sequence[Tensor]:
-    """Run a call of plain CUDA tensors, and remember by `key` what follows for calls like it."""
+    """Run a call of plain CUDA tensors, and remember what follows for calls like it by `key`, the shape of x first."""
     known = _described(call, tensors, numbers, eps)
     if known.differentiable and grad_enabled():
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
     if forward == inference:  # C++ has one margin for both, and repeats.py does not ask whether autograd is on
-        known = known._replace(compiled=nodes.call_of(compiled_pass(known.recipe, tensors, numbers, eps, gradients_of)))
-        repeats.remember_call(key, tensors, known)
+        known = _remembered(key, tensors, known)
+        if launching.serves_any_rows(known.recipe):
+            repeats.remember_form(key[1:], tuple(tensors), known)
     return run_known(known, tensors)
+
+
+def _remembered(key: tuple[Hashable, ...], tensors: Sequence[Tensor], known: Known) -> Known:
+    """Let `repeats.known_call` find what is known of a call, in C++ too."""
+    described = compiled_pass(known.recipe, tensors, known.numbers, known.eps, gradients_of)
+    known = known._replace(compiled=nodes.call_of(described))
+    repeats.remember_call(key, tensors, known)
+    return known
+
+
+def of_other_rows(key: tuple[Hashable, ...], tensors: tuple[Tensor, ...]) -> Known | None:
+    """Return what is known of a call if an earlier one differs from it in its number of rows alone; else None.
+
+    A second call with as many rows is remembered like any other. The first one is not, as there may be no second.
+    """
+    like = repeats.known_form(key[1:], tensors)
+    if like is None:
+        return None
+    first = _first_calls.pop(key, None)
+    if first is not None and first[0] is like:
+        return _remembered(key, tensors, first[1])
+    known = like._replace(recipe=launching.forward_of_rows(like.recipe, key[0]), compiled=None)
+    return repeats.keep(_first_calls, key, (like, known))[1]
+
+
+_first_calls: dict[Hashable, tuple[Known, Known]] = {}  # a call of other rows, and what follows for it
 
 
 def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:

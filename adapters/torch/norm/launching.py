@@ -25,8 +25,8 @@ from ...plan.plan import plan as plan_of
 from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
 from . import checks, gpu
-from .calls import Backward, Call, Family, Forward, affine_family, family
-from .repeats import again, keep, known_call, remember, remember_call
+from .calls import Backward, Call, Family, Forward, affine_family, family, family_of_rows
+from .repeats import again, keep, known_call, known_form, remember, remember_call, remember_form
 
 IN_ORDER = tuple(range(64))
 
@@ -121,10 +121,10 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
             recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
             if out is not None:
                 recipe = _writing_to(recipe, call.function, "y", out)
-            if form is not None and recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan):
+            if form is not None and serves_any_rows(recipe):
                 keep(call.forms, (aligned, sm_margin, form), recipe)
         else:
-            recipe = _forward_of_rows(like, layouts)
+            recipe = forward_of_rows(like, layouts["x"].shape)
         keep(call.recipes, key, recipe)
     return recipe
 
@@ -147,9 +147,13 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
     return recipe._replace(plan=plan_of(problem, recipe.plan.device))
 
 
-def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
-    """Return the recipe of a call that differs from an earlier one in its number of rows alone."""
-    shape = layouts["x"].shape
+def serves_any_rows(recipe: Forward | Backward) -> bool:
+    """Say whether the recipe of a call with another number of rows follows from this one."""
+    return recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan)
+
+
+def forward_of_rows(like: Forward, shape: tuple[int, ...]) -> Forward:
+    """Return the recipe of a call that differs from an earlier one in its number of rows alone, with x of `shape`."""
     plan = plan_of(like.plan.problem.with_rows(math.prod(shape[:-1])), like.plan.device)
     (statistics, *_), _, dtype = like.statistics
     return like._replace(
@@ -157,7 +161,7 @@ def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
         results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
         statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
         rstd_offset=_rstd_offset(plan),
-        family=family(like.family.call, layouts),
+        family=family_of_rows(like.family, shape),
     )
 
 
@@ -228,8 +232,11 @@ def new_backward(
 ) -> Backward:
     """Return the recipe of a backward pass, and let `known_backward` find it."""
     tensors = (*(tensor for tensor in (dy, ds) if tensor is not None), *saved.tensors)
-    recipe = backward_recipe_of(family, saved, dy, ds, wanted)
-    remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
+    recipe, key = backward_recipe_of(family, saved, dy, ds, wanted), (wanted, saved.names, dy is None, ds is None)
+    if family.is_derived and key not in family.known:  # it may be the only pass of so many rows
+        family.known[key] = ()
+    else:
+        remember(family.known, key, tensors, recipe)
     return recipe
 
 
@@ -333,21 +340,20 @@ def backward_recipe_of(
     key = (wanted, names, aligned, dx_out_strides, *strides_and_dtypes)
     recipe = family.recipes.get(key)
     if recipe is None:
-        call, layouts, *_ = family
-        function = f"backward of {call.function}"
-        read = {
-            name: None if tensor is None else checks.layout_in_memory(function, name, tensor)
-            for name, tensor in zip(names, tensors, strict=True)
-        }
-        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *read.values()))
-        like = None if form is None else call.forms.get((wanted, names, aligned, form))
+        given = tuple(tensor for tensor in tensors if tensor is not None)
+        form = (family.form, wanted, names, dy is None, ds is None, aligned)
+        like = known_form(form, given) if family.form and dx_out is None else None
         if like is None:
+            function = f"backward of {family.call.function}"
+            read = {
+                name: None if tensor is None else checks.layout_in_memory(function, name, tensor)
+                for name, tensor in zip(names, tensors, strict=True)
+            }
             recipe = _backward_recipe(family, read, saved.statistics, wanted, aligned)
             if dx_out is not None:
                 recipe = _writing_to(recipe, function, "dx", dx_out)
-            is_special = recipe.copies or recipe.sums or recipe.zeros
-            if form is not None and recipe.plan is not None and not is_special and of_any_rows(recipe.plan):
-                keep(call.forms, (wanted, names, aligned, form), recipe)
+            elif family.form and not (recipe.sums or recipe.zeros) and serves_any_rows(recipe):
+                remember_form(form, given, recipe)
         else:
             recipe = _backward_of_rows(like, family)
         keep(family.recipes, key, recipe)

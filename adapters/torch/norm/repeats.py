@@ -20,17 +20,20 @@ LIKE = 4  # how many earlier calls of a key are compared one by one, such as tho
 Alike = Callable[..., bool]  # says whether other tensors are like those that it was made for
 
 
-def alike(*tensors: Tensor) -> Alike:
+def alike(*tensors: Tensor, of_any_rows: bool = False) -> Alike:
     """Return a function that says whether its arguments are like these tensors.
 
     They are if they are as many tensors with the same types, dtypes, devices, shapes, strides and requires_grad, no
     tensor is given twice, and torch dispatches by the same state as now: autocast, inference mode, functorch, dispatch
     modes, a trace. The function does not compare addresses, the modes of torch functions, forward-mode derivatives and
-    whether autograd is on.
+    whether autograd is on. With `of_any_rows` only the last axis of a matrix is compared, in length and in stride.
     """
     if Guards is None:
         return lambda *_: False
     sizes, strides = ([list(method(tensor)) for tensor in tensors] for method in (Tensor.size, Tensor.stride))
+    if of_any_rows:
+        for axes in (*sizes, *strides):
+            axes[:-1] = [None] * (len(axes) - 1)
     return Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
@@ -76,21 +79,60 @@ _calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by a key of all th
 
 def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
     """Return what was remembered of a call with tensors like these; None for nothing."""
-    try:
-        earlier = _calls.get(key)
-    except TypeError:  # a size that a trace holds open has no hash
-        return None
-    if earlier is None:
-        return None
+    earlier = _entries(_calls, key)
     for matches, value in earlier:
         if matches(*tensors):
             return value
-    return again(_calls, key, tuple(tensors))
+    return again(_calls, key, tuple(tensors)) if earlier else None
+
+
+def _entries(cache: dict[Hashable, tuple], key: Hashable) -> tuple:
+    try:
+        return cache.get(key, ())
+    except TypeError:  # a size that a trace holds open has no hash
+        return ()
 
 
 def remember_call(key: Hashable, tensors: Sequence[Tensor], value: Any) -> None:
     """Remember a value for calls like this one, for `known_call` to find."""
     remember(_calls, key, tuple(tensors), value)
+
+
+_forms: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # the same without the shape of x
+
+
+def known_form(key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
+    """Return what was remembered of a call that differs from this one in its number of rows alone; None for nothing."""
+    for matches, value in _entries(_forms, key):
+        if matches(*tensors) and _are_rows_and_vectors(tensors):
+            return value
+    return None
+
+
+def remember_form(key: Hashable, tensors: tuple[Tensor, ...], value: Any) -> None:
+    """Remember a value for calls that differ from this one in their number of rows, for `known_form` to find."""
+    if _are_rows_and_vectors(tensors) and len({*map(id, tensors)}) == len(tensors):
+        if len(_forms) >= RECIPES:
+            _forms.clear()
+        _forms[key] = ((alike(*tensors, of_any_rows=True), value), *_forms.get(key, ())[: LIKE - 1])
+
+
+def _are_rows_and_vectors(tensors: tuple[Tensor, ...]) -> bool:
+    """Say whether the tensors are contiguous matrices of the shape of the first, and vectors for their columns.
+
+    It is not known of a single row, where a matrix may be a vector too, and of as many rows as columns, where a vector
+    has as many numbers as x has rows.
+    """
+    shape = tensors[0].shape
+    if len(shape) < 2 or shape.numel() < 2 * shape[-1] or shape[:-1] == shape[-1:]:
+        return False
+    for tensor in tensors:
+        if len(tensor.shape) == 1:
+            if tensor.shape != shape[-1:]:
+                return False
+        elif tensor.shape != shape or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def keep(cache: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
