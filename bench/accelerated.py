@@ -1,11 +1,12 @@
 """Time steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
 
-    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes host eager compile ...]
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes host eager graphs ...]
                                 [--cases training autocast forward ...] [--ready-within SECONDS] [--out FILE]
 
-Each model, mode and case has a process. Those of eager mode get ready side by side, then those of the compiled modes,
-and when all are ready they are measured one after the other. In a process, copies of the model with random weights take
-turns, in bfloat16. Each process writes a line of JSON with
+Each model, mode and case has a process. Those of eager mode and of CUDA graphs, which replay both passes without the
+optimizer, get ready side by side, then those of the compiled modes, and when all are ready they are measured one after
+the other. In a process, copies of the model with random weights take turns, in bfloat16. Each process writes a line of
+JSON with
 - the median milliseconds of a step until the GPU is done and until the host is, and over torch's in the same turn;
 - torch's last step of a turn over the one before it;
 - the losses of the first and third step;
@@ -49,6 +50,7 @@ from cunorm.torch import Acceleration, accelerate, replace_norms
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3", "whisper", "dit")
 CONTENDERS = {
     "eager": ("torch", "replace_norms", "accelerate"),
+    "graphs": ("torch", "accelerate"),
     "compile": ("torch", "accelerate"),
     "reduce-overhead": ("torch", "accelerate"),
 }
@@ -97,7 +99,7 @@ def main() -> None:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         if "host" in arguments.modes:
             host(write)
-        for modes in ({"eager"}, CONTENDERS.keys() - {"eager"}):
+        for modes in ({"eager", "graphs"}, CONTENDERS.keys() - {"eager", "graphs"}):
             wanted = (mode for mode in arguments.modes if mode in modes)
             jobs = [(*job, arguments.layers) for job in product(wanted, arguments.cases, arguments.models)]
             for (mode, case, name, layers), figures in in_turns(prepared, jobs, arguments.ready_within):
@@ -113,7 +115,7 @@ def host(write: Callable[..., None]) -> None:
         norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
         replace_norms(norms["replaced"])
         pairs: dict[str, Callable[..., Any]] = {who: partial(apart, module) for who, module in norms.items()}
-        pairs["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
+        pairs["function"] = lambda x, s, norm=norm, add=add: add(x, s, *norm.parameters())
         x.requires_grad_()
 
         def chain(pair, x=x, dy=dy):
@@ -139,11 +141,12 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
     contenders = CONTENDERS[mode]
     if mode == "eager" and name in OF_LIGER and find_spec("liger_kernel"):
         contenders += tuple(LIGER)
-    if mode != "eager":  # imports the compiler before a contender's time is taken
+    compiles = mode not in ("eager", "graphs")
+    if compiles:  # imports the compiler before a contender's time is taken
         torch.compile(nn.Linear(8, 8, device="cuda"))(torch.ones(8, 8, device="cuda")).sum().backward()
     steps, took, peak, held, losses, reports = {}, {}, {}, {}, {}, {}
     # The second to compile finds things that the first left, so each contender is first for half of the models.
-    for who in contenders[::-1] if mode != "eager" and NAMES.index(name) % 2 else contenders:
+    for who in contenders[::-1] if compiles and NAMES.index(name) % 2 else contenders:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         model = copy.deepcopy(original)
@@ -151,8 +154,8 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
             by_liger(model, name, LIGER[who])
         elif who != "torch":
             reports[who] = (replace_norms if who == "replace_norms" else accelerate)(model)
-        run = model if mode == "eager" else torch.compile(model, mode=None if mode == "compile" else mode)
-        step = step_of(run, inputs, labels, case)
+        run = torch.compile(model, mode=None if mode == "compile" else mode) if compiles else model
+        step = replayed(run, inputs, labels) if mode == "graphs" else step_of(run, inputs, labels, case)
         with fresh_cache() if mode == "compile" else nullcontext():
             start = time.perf_counter()
             losses[who] = [float(step())]
@@ -216,6 +219,30 @@ def step_of(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Ten
                 return train()
             with torch.no_grad():
                 return loss_of(model, inputs, labels)[0]
+
+    return step
+
+
+def replayed(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Step:
+    """Return a step that replays both passes of a model, in a CUDA graph, without the optimizer."""
+
+    def passes() -> torch.Tensor:
+        model.zero_grad()
+        loss = loss_of(model, inputs, labels)[0]
+        loss.backward()
+        return loss.detach()
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # what is done once must not be captured
+        for _ in range(3):
+            passes()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = passes()
+
+    def step() -> torch.Tensor:
+        graph.replay()
+        return loss
 
     return step
 
