@@ -9,8 +9,8 @@ table to standard error:
 - synccheck finds barriers that not all threads reach.
 
 `python tests/kernels/sanitize.py compile 90` puts the kernels of these calls into the kernel cache, for compute
-capability 9.0, on a machine without a GPU. There are some 2000, and a tool makes compiling slower still. NVRTC must
-have the version that the machine with the GPU has, and tests/norms must be on PYTHONPATH.
+capability 9.0, on a machine without a GPU. There are some 2700, and a tool makes compiling slower still. NVRTC must
+have the version that the machine with the GPU has.
 
 racecheck does not follow asynchronous copies, and does not see the sums that the CTAs of a cluster send each other
 (`st.async` to a mailbox counted by an mbarrier, threads.cuh); test_cpu_shapes.py looks for races there. synccheck runs
@@ -21,6 +21,7 @@ launch fails. CuPy's own kernels are left out by name (`--kernel-name`).
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ from cunorm.plan.problem import ITEMSIZE
 from cunorm.plan.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "norms"))
 TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
 SECONDS = 1500  # a tool may take so long
 TAIL = 40  # so many lines of a log are kept
@@ -63,7 +65,6 @@ def main() -> int:
         # The package is copied as it is installed, with the kernels inside.
         shutil.copytree(ROOT / "cunorm", package / "cunorm")
         shutil.copytree(ROOT / "kernels_cu", package / "cunorm" / "kernels_cu", dirs_exist_ok=True)
-        shutil.copy(__file__, package)
         wanted = list(product(sys.argv[1:] or TOOLS, ITEMSIZE))
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             parts = list(pool.map(lambda task: check(*task, package), product(wanted, range(PARTS))))
@@ -84,8 +85,9 @@ def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
     command = [] if tool == "none" else sanitizer
     try:
         done = subprocess.run(
-            [*command, sys.executable, str(package / Path(__file__).name), "run", tool, dtype, str(part)],
+            [*command, sys.executable, __file__, "run", tool, dtype, str(part)],
             cwd=package,
+            env=os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
