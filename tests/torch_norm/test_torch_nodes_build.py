@@ -133,11 +133,16 @@ def in_background(compiler, monkeypatch) -> Compiler:
 
 @pytest.mark.slow
 def test_the_first_call_that_wants_a_gradient_builds_in_the_background(in_background, monkeypatch, caplog):
-    """The build happens once, in a process of its own, with one line in the log, and leaves the file."""
+    """The build happens once, in a process of its own, with one line in the log, and leaves the file.
+
+    A call may be known already, from a pass of evaluation.
+    """
     torch_stand_in.play(monkeypatch)
+    torch_stand_in.forget(monkeypatch)
     caplog.set_level("INFO", "cunorm")
     with torch.no_grad():
-        layer_norm(torch.ones(2, 8), (8,))
+        for requires_grad in (False, True):
+            layer_norm(torch.ones(2, 8, requires_grad=requires_grad), (8,))
     assert not nodes._was_started
     for rows in (2, 3):
         layer_norm(torch.ones(rows, 8, requires_grad=True), (8,))

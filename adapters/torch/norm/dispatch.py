@@ -99,8 +99,6 @@ def run_new(
 ) -> Sequence[Tensor]:
     """Run a call of plain CUDA tensors, and remember what follows for calls like it by `key`, the shape of x first."""
     known = _described(call, tensors, numbers, eps)
-    if known.differentiable and grad_enabled():
-        nodes.build_in_background()
     forward, _, inference = call.sm_margins
     if forward == inference:  # C++ has one margin for both, and repeats.py does not ask whether autograd is on
         known = _remembered(key, tensors, known)
@@ -221,6 +219,7 @@ def run_known(known: Known, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     elif (results := compiled(*tensors)) is not None:
         return results
     if differentiable and grad_enabled():
+        nodes.build_in_background()
         results = _apply(known, *tensors)
         return (results,) if type(results) is Tensor else results
     return launching.forward_by(recipe, tensors, numbers, eps, False)[0]
