@@ -54,6 +54,7 @@ CONTENDERS = {
     "compile": ("torch", "accelerate"),
     "reduce-overhead": ("torch", "accelerate"),
 }
+COMPILED = {"compile", "reduce-overhead"}
 # Liger's names of the models that it knows.
 OF_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 LIGER = {
@@ -99,7 +100,7 @@ def main() -> None:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         if "host" in arguments.modes:
             host(write)
-        for modes in ({"eager", "graphs"}, CONTENDERS.keys() - {"eager", "graphs"}):
+        for modes in (CONTENDERS.keys() - COMPILED, COMPILED):
             wanted = (mode for mode in arguments.modes if mode in modes)
             jobs = [(*job, arguments.layers) for job in product(wanted, arguments.cases, arguments.models)]
             for (mode, case, name, layers), figures in in_turns(prepared, jobs, arguments.ready_within):
@@ -141,7 +142,7 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
     contenders = CONTENDERS[mode]
     if mode == "eager" and name in OF_LIGER and find_spec("liger_kernel"):
         contenders += tuple(LIGER)
-    compiles = mode not in ("eager", "graphs")
+    compiles = mode in COMPILED
     if compiles:  # imports the compiler before a contender's time is taken
         torch.compile(nn.Linear(8, 8, device="cuda"))(torch.ones(8, 8, device="cuda")).sum().backward()
     steps, took, peak, held, losses, reports = {}, {}, {}, {}, {}, {}

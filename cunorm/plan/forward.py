@@ -92,11 +92,10 @@ def _with_a_stage_fewer(ring: NormSpec, at_once: NormSpec, device: Device) -> No
 
     Registers must suffice: elsewhere ptxas spills, on later architectures, in RMSNorm, and where y is scaled.
     """
-    measured = 80 <= device.arch < 100 and NORMS[ring.operation.norm].subtracts_mean
-    if not measured or not ring.aligned or ring.scales or ring.shape.threads <= WARP:
+    suffice = 80 <= device.arch < 100 and NORMS[ring.operation.norm].subtracts_mean and not ring.scales
+    if not suffice or not ring.aligned or ring.shape.threads <= WARP or at_once.ctas_per_sm <= ring.ctas_per_sm:
         return ring
-    more = ring.ctas_per_sm < at_once.ctas_per_sm
-    return replace(at_once, stages=1, rows_in_registers=True) if more else ring
+    return replace(at_once, stages=1, rows_in_registers=True)
 
 
 def _loses_in_a_ring(spec: NormSpec) -> bool:

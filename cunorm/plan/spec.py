@@ -123,11 +123,10 @@ class NormSpec:
 
     @property
     def copies_together(self) -> bool:
-        """Whether the lanes of a warp copy its rows to shared memory together, each no more than its own (rows.cuh)."""
-        in_a_ring = self.kernel == "forward" and self.stages > 1 and self.aligned
-        return (
-            in_a_ring and self.shape.threads <= 2 and self.shape.vectors > 1 and not self.cols % self.shape.vector_cols
-        )
+        """Return whether a warp copies its rows to shared memory together, not each thread its own (rows.cuh)."""
+        of_two_threads = self.shape.threads <= 2 and self.shape.vectors > 1
+        whole_vectors = self.aligned and self.cols % self.shape.vector_cols == 0
+        return self.kernel == "forward" and self.stages > 1 and of_two_threads and whole_vectors
 
     @property
     def threads(self) -> int:

@@ -77,8 +77,8 @@ struct RegisterRows {
 // memory has, LayerNorm backward of 262144 columns, H100, 288 us, streamed 635.
 //
 // With kTogether the lanes of a warp copy its rows together: neighbouring lanes copy neighbouring vectors, and each
-// reads its own ones when all have come. Where two threads hold a row, a warp that copied its own vectors would ask for
-// parts of 16 lines at once (RMSNorm forward of 81920 x 80, H200, 9.9 us; together 8.7).
+// reads its own ones when all have come. Where two threads hold a row, a warp whose threads copied their own vectors
+// would ask for parts of 16 lines at once (docs/tuning.md).
 template <class Shape, int kRows, int kStages, bool kPrefetchEarly_, bool kRowsInRegisters, class Load,
           bool kTogether = false>
 struct SharedRows {

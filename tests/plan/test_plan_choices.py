@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from problems import problem
+from problems import DEVICES, problem
 
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.plan import tables
@@ -42,6 +42,22 @@ UNMEASURED = replace(H200, name="unmeasured", bandwidth=2000)  # of a class that
 def test_rows_are_run_as_was_measured_to_win_on_the_class_of_gpus(device, norm, direction, weight, rows, cols, launch):
     spec = plan(whole(norm, direction, rows, cols, "bfloat16", weight), device).steps[0].spec
     assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages) == launch
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "cols", "weight", "stages"),
+    [
+        ("A100", "layer_norm", 8192, "float32", 1),
+        ("H200", "layer_norm", 8192, "float32", 1),
+        ("H200", "layer_norm", 8192, "bfloat16", 2),  # no CTA more would fit
+        ("H200", "rms_norm", 8192, "bfloat16", 2),
+        ("B200", "layer_norm", 8192, "float32", 2),
+    ],
+)
+def test_the_rule_gives_up_a_stage_for_more_ctas(name, norm, cols, weight, stages):
+    device = replace(DEVICES[name], bandwidth=0)  # no table serves it
+    spec = plan(whole(norm, "forward", 2048, cols, "bfloat16", weight), device).steps[0].spec
+    assert spec.stages == stages
 
 
 @pytest.mark.parametrize(

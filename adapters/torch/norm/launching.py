@@ -232,7 +232,8 @@ def new_backward(
 ) -> Backward:
     """Return the recipe of a backward pass, and let `known_backward` find it."""
     tensors = (*(tensor for tensor in (dy, ds) if tensor is not None), *saved.tensors)
-    recipe, key = backward_recipe_of(family, saved, dy, ds, wanted), (wanted, saved.names, dy is None, ds is None)
+    recipe = backward_recipe_of(family, saved, dy, ds, wanted)
+    key = wanted, saved.names, dy is None, ds is None
     if family.is_derived and key not in family.known:  # it may be the only pass of so many rows
         family.known[key] = ()
     else:

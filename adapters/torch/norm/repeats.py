@@ -87,6 +87,7 @@ def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
 
 
 def _entries(cache: dict[Hashable, tuple], key: Hashable) -> tuple:
+    """Return what a cache has of a key, none if it has nothing."""
     try:
         return cache.get(key, ())
     except TypeError:  # a size that a trace holds open has no hash
