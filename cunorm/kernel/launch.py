@@ -1,8 +1,8 @@
 """Run a `Plan` on pointers. No other file launches kernels. Device `device_id` must be current.
 
 Everything that stays the same from call to call is prepared once for each plan, device and thread. A call writes its
-arguments into a block of memory whose addresses the driver has. On an H200's host a forward pass with ten arguments
-takes 3.7 us, 3.2 of them in cuLaunchKernel; a cupy.cuda.Function takes 6.6.
+arguments into a block of memory of the kernel and the thread, whose addresses the driver has. On an H200's host a
+forward pass with ten arguments takes 3.7 us, 3.2 of them in cuLaunchKernel; a cupy.cuda.Function takes 6.6.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def prepared(plan: Plan, device_id: int, thread: int) -> tuple[tuple[Write, Laun
     """Return the launches of a plan, and what picks the arguments of each from those of a call and the workspace.
 
     A launch without a pick takes all arguments of a call. Plans are compared by identity, which takes no time in a
-    call. Each thread has launches of its own, as they hold the block that arguments are written to.
+    call. Each thread has launches of its own, as they write their arguments to its memory.
     """
     if len(plan.steps) == 1 and not plan.workspace:
         return ((*prepare(plan.steps[0], device_id), None),)
@@ -132,24 +132,35 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
     import cupy
 
     cupy.cuda.runtime.setDevice(device_id)  # a thread that has not yet called CUDA's runtime has no context
-    function = address(step, device_id)
-    sizes = [driver.TENSOR_MAP_BYTES if isinstance(pointer, Matrix) else 8 for pointer in step.pointers]
-    formats = ["P" if size == 8 else f"{size}s" for size in sizes]
-    changing = struct.Struct("".join(formats) + NUMBERS[step.spec.compute] * len(step.scalars))
-    sizes += [8] * (len(step.scalars) + len(step.integers))
-    count, places = len(sizes), list(accumulate(sizes, initial=0))
-    # The address of each argument, then the arguments, which are copied.
-    words = (ctypes.c_uint64 * (count + places[-1] // 8))()
-    start = ctypes.addressof(words)
-    struct.pack_into(f"{count}Q", words, 0, *(start + 8 * count + place for place in places[:-1]))
-    words[len(words) - len(step.integers) :] = [number % 2**64 for number in step.integers]
-    launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
-    write = partial(changing.pack_into, words, 8 * count)  # keeps `words` alive
+    function, threads, shared = address(step, device_id), step.spec.threads, step.dynamic_shared
+    sizes = tuple([driver.TENSOR_MAP_BYTES if isinstance(pointer, Matrix) else 8 for pointer in step.pointers])
+    pack, start = _block(step.spec, sizes, len(step.scalars), len(step.integers), device_id, get_ident())
+    write = partial(pack, *[number % 2**64 for number in step.integers])
     if step.begins_early:
         return write, driver.early_launch(function, step.grid, threads, shared, start)
-    x, y, z = step.grid
+    launch_kernel, (x, y, z) = cupy.cuda.driver.launchKernel, step.grid
 
     def launch(stream: int) -> None:
         launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, start, 0)
 
     return write, launch
+
+
+@lru_cache(maxsize=4096)
+def _block(
+    spec: KernelSpec, sizes: tuple[int, ...], scalars: int, integers: int, device_id: int, thread: int
+) -> tuple[Write, int]:
+    """Return `pack(*integers, *pointers, *scalars)` and the address of the list of a kernel's arguments.
+
+    Pointers and matrices have `sizes` bytes. All launches of a kernel by a thread share the block of memory, as the
+    driver copies the arguments when it is called.
+    """
+    formats = ["Q"] * integers + ["P" if size == 8 else f"{size}s" for size in sizes]
+    arguments = struct.Struct("".join(formats) + NUMBERS[spec.compute] * scalars)
+    all_sizes = [8] * integers + [*sizes] + [8] * scalars
+    count, (*places, size) = len(all_sizes), accumulate(all_sizes, initial=0)
+    words = (ctypes.c_uint64 * (count + size // 8))()
+    start = ctypes.addressof(words)
+    addresses = [start + 8 * count + place for place in places]
+    struct.pack_into(f"{count}Q", words, 0, *addresses[integers:], *addresses[:integers])  # integers are the last ones
+    return partial(arguments.pack_into, words, 8 * count), start  # which keeps `words` alive

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from cunorm.call.recipe import Recipes
 from cunorm.kernel import compile, driver, launch, source
 from cunorm.kernel.device import H100
 from cunorm.plan.plan import plan
+from cunorm.plan.steps import WORKSPACE
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)  # called in this order; some have kernels of their own
@@ -113,22 +116,73 @@ def test_what_was_refused_is_refused_still(runs):
             cunorm.rms_norm_backward(array(rows + 1, COLS), x, rstd, None)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_loaded_kernel_is_found_without_its_text(monkeypatch, direction, op):
-    """Plans for other numbers of rows make neither the text nor the parameters of a kernel, and load nothing."""
+NO_GPU = -1  # its kernels, which are loaded here, are launched nowhere else
+
+
+def loaded_without_a_gpu(monkeypatch) -> list[Any]:
+    """Return a list that will have the kernels which a launch loads."""
     cupy = pytest.importorskip("cupy")
     loads: list[Any] = []
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setattr(compile, "_load", lambda spec, _: loads.append(spec) or SimpleNamespace(ptr=len(loads)))
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)
     monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=None))
-    device_id = -1  # no GPU has it, so that what is loaded here is not launched elsewhere
     launch._loaded.cache_clear()
+    return loads
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_loaded_kernel_is_found_without_its_text(monkeypatch, direction, op):
+    """Plans for other numbers of rows make neither the text nor the parameters of a kernel, and load nothing."""
+    loads = loaded_without_a_gpu(monkeypatch)
     plans = {rows: plan(problem(direction, rows, 1024, "bfloat16", op), H100) for rows in range(20_000, 20_100)}
-    launch.prepared(plans.pop(20_000), device_id, 0)
+    launch.prepared(plans.pop(20_000), NO_GPU, 0)
     assert len(loads) == len({*loads})
     for module, name in ((source, "parameters"), (launch, "parameters"), (launch, "kernel"), (source, "source")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("made again"))
     for solution in plans.values():
-        launch.prepared(solution, device_id, 0)
+        launch.prepared(solution, NO_GPU, 0)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_launches_of_a_kernel_have_arguments_of_their_own(monkeypatch, direction):
+    """Plans for other numbers of rows write to the same memory, which the driver copies at each launch."""
+    loaded_without_a_gpu(monkeypatch)
+    passed: list[tuple[tuple[int, int, int], list[int]]] = []  # the grid and the arguments, as bits
+
+    def with_attributes(config: Any, kernel: Any, arguments: Any, _: None) -> int:
+        grid = config._obj
+        read((grid.grid_x, grid.grid_y, grid.grid_z), arguments.value)
+        return 0
+
+    def read(grid: tuple[int, int, int], start: int) -> None:
+        of_step = next(steps)
+        count = len(of_step.pointers) + len(of_step.scalars) + len(of_step.integers)
+        addresses = (ctypes.c_uint64 * count).from_address(start)
+        passed.append((grid, [ctypes.c_uint64.from_address(address).value for address in addresses]))
+
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda _, x, y, z, *rest: read((x, y, z), rest[-2]))
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=with_attributes))
+    plans = [plan(problem(direction, rows, 1024, "bfloat16", "layer_norm"), H100) for rows in (200_000, 300_000)]
+    assert plans[0].steps[0].spec == plans[1].steps[0].spec
+    for solution in (*plans, *plans):
+        steps, names = iter(solution.steps), (*solution.problem.pointers, WORKSPACE)
+        at = {name: 1 << 40 | place for place, name in enumerate(names)}
+        eps = 1e-5 * solution.problem.rows
+        passed.clear()
+        given = [*(at[name] for name in solution.problem.pointers), *[eps] * len(solution.problem.scalars)]
+        launch.run(solution, NO_GPU, 0, given, at[WORKSPACE])
+        eps_bits = struct.unpack("I4x", struct.pack("f4x", eps))[0]
+        assert passed == [
+            (
+                step.grid,
+                [
+                    *(at[name] + offset for name, offset in step.pointers),
+                    *[eps_bits] * len(step.scalars),
+                    *step.integers,
+                ],
+            )
+            for step in solution.steps
+        ]

@@ -43,7 +43,6 @@ class Call:
     store: Float8Store | None = None  # how FP8 output is stored, for a forward pass without a backward pass
     affine: str | None = None  # the name in NAMED if the operation is a plain norm
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
-    forms: dict[Hashable, Forward] = field(default_factory=dict)  # recipes that serve any number of rows
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -172,30 +171,26 @@ class Backward(NamedTuple):
 def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     """Return the Family of calls with tensors of these shapes and dtypes, the same one each time."""
     contiguous = {name: layout._replace(strides=gpu.strides(layout.shape)) for name, layout in layouts.items()}
-    form = form_of(layouts["x"].shape, contiguous.values())
-    return _family(call, contiguous, form and (call, form), False)
-
-
-def family_of_rows(like: Family, shape: tuple[int, ...]) -> Family:
-    """Return the Family of calls that differ from those of another in their number of rows alone, with x of `shape`."""
-    before = like.layouts["x"].shape
-    shapes = {before: tuple(shape), before[:-1]: tuple(shape[:-1])}  # matrices, and numbers for rows
-    contiguous = {}
-    for name, layout in like.layouts.items():
-        moved = shapes.get(layout.shape)
-        contiguous[name] = layout if moved is None else layout._replace(shape=moved, strides=gpu.strides(moved))
-    return _family(like.call, contiguous, like.form, True)
-
-
-def _family(call: Call, contiguous: dict[str, Layout], form: Hashable, is_derived: bool) -> Family:
-    """Return the Family of calls with tensors of these layouts."""
     key = tuple(contiguous.values())
     result = call.families.get(key)
     if result is None:
         added, shape = added_after(call.operation, (*call.names, *call.numbers)), contiguous["x"].shape
         through = tuple(name for name in added if name in call.names and contiguous[name].shape == shape)
-        result = keep(call.families, key, Family(call, contiguous, {}, {}, through, form, is_derived))
+        form = form_of(shape, key)
+        result = keep(call.families, key, Family(call, contiguous, {}, {}, through, form and (call, form), False))
     return result
+
+
+def family_of_rows(like: Family, shape: tuple[int, ...]) -> Family:
+    """Return the Family of calls that differ from those of another in their number of rows alone, with x of `shape`."""
+    before, shape = like.layouts["x"].shape, tuple(shape)
+    # Of matrices, and of numbers for rows.
+    moved = {old: (new, gpu.strides(new)) for old, new in ((before, shape), (before[:-1], shape[:-1]))}
+    layouts = {
+        name: Layout(*moved[layout.shape], layout.dtype, layout.device) if layout.shape in moved else layout
+        for name, layout in like.layouts.items()
+    }
+    return like._replace(layouts=layouts, recipes={}, known={}, is_derived=True)
 
 
 def affine_family(

@@ -18,7 +18,7 @@ from ... import logs
 from ...call import broadcasting
 from ...call.backend import CallOptions
 from ...call.checks import Layout, row_strides
-from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
+from ...call.recipe import backward_recipe, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
 from ...operation import NORMS
 from ...plan.plan import plan as plan_of
@@ -114,17 +114,16 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
     key = (aligned, sm_margin, out_strides, *tensor_layouts)
     recipe = call.recipes.get(key)
     if recipe is None:
-        layouts = layouts_of(call, tensors)
-        form = None if out is not None or call.store else form_of(layouts["x"].shape, layouts.values())
-        like = None if form is None else call.forms.get((aligned, sm_margin, form))
-        if like is None:
-            recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
+        form = ("forward", call, sm_margin, aligned)
+        like = known_form(form, tensors) if out is None and call.store is None else None
+        if like is not None:
+            recipe = forward_of_rows(like, tensors[0].shape)
+        else:
+            recipe = _forward_recipe(call, tensors, layouts_of(call, tensors), sm_margin, aligned)
             if out is not None:
                 recipe = _writing_to(recipe, call.function, "y", out)
-            if form is not None and serves_any_rows(recipe):
-                keep(call.forms, (aligned, sm_margin, form), recipe)
-        else:
-            recipe = forward_of_rows(like, layouts["x"].shape)
+            elif call.store is None and serves_any_rows(recipe):
+                remember_form(form, tensors, recipe)
         keep(call.recipes, key, recipe)
     return recipe
 

@@ -102,7 +102,7 @@ def remember_call(key: Hashable, tensors: Sequence[Tensor], value: Any) -> None:
 _forms: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # the same without the shape of x
 
 
-def known_form(key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
+def known_form(key: Hashable, tensors: Sequence[Tensor]) -> Any:
     """Return what was remembered of a call that differs from this one in its number of rows alone; None for nothing."""
     for matches, value in _entries(_forms, key):
         if matches(*tensors) and _are_rows_and_vectors(tensors):
@@ -110,7 +110,7 @@ def known_form(key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
     return None
 
 
-def remember_form(key: Hashable, tensors: tuple[Tensor, ...], value: Any) -> None:
+def remember_form(key: Hashable, tensors: Sequence[Tensor], value: Any) -> None:
     """Remember a value for calls that differ from this one in their number of rows, for `known_form` to find."""
     if _are_rows_and_vectors(tensors) and len({*map(id, tensors)}) == len(tensors):
         if len(_forms) >= RECIPES:
@@ -118,7 +118,7 @@ def remember_form(key: Hashable, tensors: tuple[Tensor, ...], value: Any) -> Non
         _forms[key] = ((alike(*tensors, of_any_rows=True), value), *_forms.get(key, ())[: LIKE - 1])
 
 
-def _are_rows_and_vectors(tensors: tuple[Tensor, ...]) -> bool:
+def _are_rows_and_vectors(tensors: Sequence[Tensor]) -> bool:
     """Say whether the tensors are contiguous matrices of the shape of the first, and vectors for their columns.
 
     It is not known of a single row, where a matrix may be a vector too, and of as many rows as columns, where a vector
