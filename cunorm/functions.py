@@ -113,7 +113,7 @@ def layer_norm_forward(
     dtype: Any = None,
     sm_margin: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """`layer_norm` with what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
+    """Return `layer_norm` and what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
 
     Parameters and errors as in `layer_norm`.
 
@@ -146,7 +146,7 @@ def rms_norm_forward(
     dtype: Any = None,
     sm_margin: int = 0,
 ) -> tuple[Array, Array]:
-    """`rms_norm` with what its backward pass needs: (y, rstd), rstd = 1 / sqrt(mean(x²) + eps).
+    """Return `rms_norm` and what its backward pass needs: (y, rstd), rstd = 1 / sqrt(mean(x²) + eps).
 
     Parameters and errors as in `layer_norm`; rstd as in `layer_norm_forward`.
 
@@ -361,7 +361,7 @@ def layer_norm_fp8_forward(
     dtype: Any = "e4m3",
     sm_margin: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """`layer_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
+    """Return `layer_norm_fp8` and y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
 
     Parameters and errors as in `layer_norm_fp8`.
 
@@ -389,7 +389,7 @@ def rms_norm_fp8_forward(
     dtype: Any = "e4m3",
     sm_margin: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """`rms_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
+    """Return `rms_norm_fp8` and y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
 
     Parameters and errors as in `layer_norm_fp8`.
 

@@ -83,7 +83,7 @@ class Fused:
         sm_margin: int = 0,
         **operands: Any,
     ) -> tuple[Any, ...]:
-        """The results with (bytes, scale) in place of y, as `layer_norm_fp8` returns them: y ~ bytes * scale.
+        """Return the results with (bytes, scale) in place of y, as `layer_norm_fp8` returns them: y ~ bytes * scale.
 
         Parameters
         ----------
@@ -114,14 +114,14 @@ class Fused:
         sm_margin: int = 0,
         **operands: Any,
     ) -> tuple[Any, ...]:
-        """`fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
+        """Return the results with (bytes, scale, y) in place of y, all of one kernel."""
         store = self.store(dtype, granularity, y_scale, wide=True)
         return self.called_fp8(x, self._checked(unnamed, operands), self._eps(eps), sm_margin, store, y_scale)
 
     def backward(
         self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0
     ) -> dict[str, Any]:
-        """The gradients of x and of operands, by name.
+        """Return the gradients of x and of operands, by name.
 
         Parameters
         ----------

@@ -202,7 +202,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
         of x and residual in their sum, are one array, and what is added to the norm has that of y itself: copy one
         before you write to the other.
     """
-    fp8.__doc__ = f"""The results of {name}(...) with (bytes, scale) in place of y: y ~ bytes * scale.
+    fp8.__doc__ = f"""Return the results of {name}(...) with (bytes, scale) in place of y: y ~ bytes * scale.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
     others
         As of `{name}`, but neither x nor s of float64 and no tensor that wants a gradient.
     """
-    fp8_forward.__doc__ = f"""`{name}.fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
+    fp8_forward.__doc__ = f"""Return the results of `{name}` with (bytes, scale, y) in place of y, all of one kernel."""
     of_forward, of_fp8 = signature.replace(return_annotation="tuple[Any, Saved]"), _signature_of_fp8(signature)
     shown = of_forward, inspect.signature(backward), of_fp8, of_fp8
     for attribute, of_attribute in zip((forward, backward, fp8, fp8_forward), shown, strict=True):

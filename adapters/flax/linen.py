@@ -322,7 +322,7 @@ class LayerNormDense(nn.Module):
 
 
 def _dtypes(module: nn.Module, *names: str) -> list[Any]:
-    """Of the parameters that are there, and that of those to come."""
+    """Return the dtypes of the parameters that are there, and the dtype of those to come."""
     stored = jax.tree.leaves([module.get_variable("params", name) for name in names])
     return [*map(jnp.result_type, stored), module.param_dtype]
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def kernel_files() -> list[tuple[Path, int]]:
-    """What cunorm keeps and how many bytes each has; none if there is no directory."""
+    """Return the files that cunorm keeps and how many bytes each has; none if there is no directory."""
     folder = cache_directory()
     try:
         with os.scandir(folder) as entries:

@@ -45,7 +45,10 @@ def compile_all(work: Iterable[tuple[KernelSpec, int]], compile_one: CompileOne)
 
 
 def fault(spec: KernelSpec, used: Resources) -> str:
-    """What a kernel must not do: keep a part of its rows in local memory, or take more shared memory than there is."""
+    """Return what is wrong with a kernel; empty if nothing is.
+
+    It must not keep a part of its rows in local memory, nor take more shared memory than there is.
+    """
     faults = []
     if used.spill_stores or used.spill_loads:
         faults.append(f"spills {used.spill_stores} bytes of stores, {used.spill_loads} of loads")
@@ -60,7 +63,9 @@ def fault(spec: KernelSpec, used: Resources) -> str:
 
 @contextmanager
 def compiler(keep: bool) -> Iterator[CompileOne]:
-    """What compiles one kernel. `keep`: into the kernel cache, where a call finds it; else its resources alone.
+    """Yield a function that compiles a kernel and returns its resources.
+
+    With `keep` the kernel goes into the kernel cache too, where a call finds it.
 
     What ptxas says of a kernel is kept in any case, in a file beside the kernels, which `cache clear` removes.
     """

@@ -55,7 +55,7 @@ def add_parser(commands) -> None:
 
 
 def add_options_of_problems(parser: argparse.ArgumentParser, ops: Sequence[str] = OPS) -> None:
-    """Those that say for which calls of the norms."""
+    """Add the options that say for which calls of the norms kernels are compiled."""
     parser.add_argument("--op", choices=ops)
     parser.add_argument("--direction", choices=DIRECTIONS)
     parser.add_argument("--cols", nargs="+", type=at_least_one, help="elements of a row")
@@ -232,7 +232,7 @@ class _NoBar:
 
 @contextmanager
 def progress(total: int, unit: str = " kernels") -> Iterator[Any]:
-    """A progress bar on a terminal, where tqdm is installed."""
+    """Return a progress bar on a terminal, where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:

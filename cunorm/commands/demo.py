@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str | None) -> numpy.ndarray:
-    """The array in a file, by default the one that comes with cunorm; ValueError if it cannot be normalised."""
+    """Return the array in a file, by default cunorm's own; raise ValueError if it cannot be normalised."""
     file = resources.files("cunorm") / "data" / "digits.npy" if path is None else Path(path)
     with file.open("rb") as stream:
         x = numpy.lib.format.read_array(stream, allow_pickle=False)
@@ -182,7 +182,7 @@ def _host_seconds(call: Callable[[Inputs], Any], inputs: Inputs) -> float:
 
 
 def _gpu_seconds(call: Callable[[Inputs], Any], inputs: Inputs) -> float:
-    """Of one of many calls in a row, on copies of the arrays that together do not fit into the L2 cache."""
+    """Return the seconds of one of many calls in a row, on copies of the arrays that exceed the L2 cache together."""
     import cupy
 
     count = min(MOST_COPIES, 1 + COLD_BYTES // inputs.x.nbytes)

@@ -22,7 +22,10 @@ def show(
     to_host: Callable[[Any], numpy.ndarray],
     seconds_of: Callable[[Callable[[Any], Any], Any], float],
 ) -> None:
-    """`inputs` has x, weight and bias. The product is computed in float32, of the numbers that the bytes stand for."""
+    """Show a norm with FP8 output and the error of a product that reads it.
+
+    `inputs` has x, weight and bias. The product is computed in float32, of the numbers that the bytes stand for.
+    """
     from ..call.numpy import quantise
 
     x, dtype = inputs.x, inputs.x.dtype.name

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report() -> dict[str, Any]:
-    """Every field, by name; `{"unavailable": reason}` for one that cannot be had."""
+    """Return every field, by name; `{"unavailable": reason}` for one that cannot be had."""
     fields = {
         "cunorm": _field(lambda: __version__),
         "python": _field(platform.python_version),
@@ -63,7 +63,7 @@ def report() -> dict[str, Any]:
 
 
 def why_no_gpu() -> str | None:
-    """Why CuPy reaches no GPU; None if it does."""
+    """Return why CuPy reaches no GPU; None if it does."""
     try:
         _gpus()
     except Exception as error:
@@ -72,7 +72,7 @@ def why_no_gpu() -> str | None:
 
 
 def why_no_compiler() -> str | None:
-    """Why CuPy reaches no NVRTC; None if it does."""
+    """Return why CuPy reaches no NVRTC; None if it does."""
     try:
         _nvrtc()
     except Exception as error:
@@ -106,7 +106,7 @@ def _distribution(name: str) -> str:
 
 
 def _cupy_distributions() -> str:
-    """More than one is possible, and a mistake that is hard to see otherwise."""
+    """Return the installed distributions of CuPy; more than one is a mistake that is hard to see otherwise."""
     installed = []
     for name in CUPY_DISTRIBUTIONS:
         try:
@@ -155,7 +155,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _unreachable() -> list[str]:
-    """Pairs of GPUs of which the first cannot read the second's memory."""
+    """Return the pairs of GPUs of which the first cannot read the second's memory."""
     runtime = _runtime()
     count = len(_gpus())
     pairs = [(reader, owner) for reader in range(count) for owner in range(count) if reader != owner]
@@ -171,7 +171,7 @@ def _peer_access() -> str:
 
 
 def _exchange() -> str:
-    """How the ranks of PyTorch's LayerNormLinear on this machine hand each other rows."""
+    """Return how the ranks of PyTorch's LayerNormLinear on this machine hand each other rows."""
     _distribution("torch")
     reason = why_no_gpu() or ("there is one GPU" if len(_gpus()) == 1 else ", ".join(_unreachable()))
     if reason:
@@ -185,7 +185,7 @@ def _kernel_cache() -> dict[str, Any]:
 
 
 def _tables() -> list[str]:
-    """The tables of launches that serve each kind of GPU, in the order in which they are asked."""
+    """Return the tables of launches that serve each kind of GPU, in the order in which they are asked."""
     if reason := why_no_gpu():
         raise _AbsentError(reason)
     gpus = dict.fromkeys(device.current(number) for number in range(len(_gpus())))
@@ -198,7 +198,7 @@ def _tables() -> list[str]:
 
 
 def _xla_call() -> str:
-    """How cunorm.jax launches. JAX is imported only where there is a GPU to ask it about."""
+    """Return how cunorm.jax launches. JAX is imported only where there is a GPU to ask it about."""
     _distribution("jax")
     reason = why_no_gpu()
     if reason:
@@ -212,7 +212,7 @@ def _xla_call() -> str:
 
 
 def _next() -> str:
-    """What to do, by what is missing."""
+    """Return what to do next, by what is missing."""
     try:
         _runtime()
         _nvrtc()
@@ -224,7 +224,7 @@ def _next() -> str:
 
 
 def _dotted(version: int) -> str:
-    """13000 is CUDA 13.0."""
+    """Return a version of CUDA as people write it: 13.0 for 13000."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

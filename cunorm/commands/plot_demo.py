@@ -21,7 +21,7 @@ def why_not(file: str) -> str:
 
 
 def draw(x: numpy.ndarray, name: str, file: str) -> None:
-    """OSError where the file cannot be written."""
+    """Draw the picture; raise OSError if its file cannot be written."""
     from matplotlib.figure import Figure
 
     row = x.reshape(-1, x.shape[-1])[:1]

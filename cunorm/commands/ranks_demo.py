@@ -41,7 +41,7 @@ def run(x: numpy.ndarray, ranks: int) -> int:
 
 
 def _status(processes: list[subprocess.Popen]) -> int:
-    """0 once all have ended well, 1 as soon as one has not: the others would wait for it."""
+    """Return 0 once all have ended well, 1 as soon as one has not: the others would wait for it."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]

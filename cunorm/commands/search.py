@@ -154,7 +154,7 @@ class Buffers:
         return array
 
     def calls(self, plan: Plan) -> list[timing.Call]:
-        """A call for each set."""
+        """Return a call for each set of buffers."""
         import cupy
 
         workspace = cupy.empty(max(1, plan.workspace), "uint8")
@@ -174,7 +174,7 @@ class Buffers:
         return timing.cupy_timer(calls, rounds)
 
     def results(self, plan: Plan) -> dict[str, numpy.ndarray]:
-        """The bytes of what a plan writes, by name."""
+        """Return the bytes of what a plan writes, by name."""
         import cupy
 
         written = {operand.name: self.sets[0][operand.name] for operand in self.problem.operands.written}
@@ -185,7 +185,7 @@ class Buffers:
         return {name: cupy.asnumpy(array) for name, array in written.items()}
 
     def fault(self, plan: Plan, expected: dict[str, numpy.ndarray]) -> str:
-        """What is wrong with a plan's results; empty if nothing is. Sums over rows alone may have other bits."""
+        """Return what is wrong with a plan's results; empty if nothing is. Sums over rows alone may have other bits."""
         for name, result in self.results(plan).items():
             if numpy.array_equal(result, expected[name]):
                 continue
@@ -200,7 +200,7 @@ class Buffers:
 
 
 def _extent(problem: Problem, operand: Operand) -> int:
-    """Elements from the first to the last."""
+    """Return how many elements lie from the first to the last."""
     rows, cols = problem.rows, problem.cols
     if operand.kind == "group" and operand.groups:
         return (operand.groups.count - 1) * operand.row_stride + cols
@@ -213,7 +213,7 @@ def _extent(problem: Problem, operand: Operand) -> int:
 
 
 def bytes_of(numbers: numpy.ndarray, operand: Operand) -> numpy.ndarray:
-    """Numbers in the dtype of an operand; bfloat16, which NumPy does not know, by the upper half of float32."""
+    """Return numbers in the dtype of an operand; bfloat16, which NumPy does not know, is the upper half of float32."""
     if operand.kind == "seed":
         return numbers.view("uint8")[: operand.itemsize]
     if operand.dtype == "bfloat16":

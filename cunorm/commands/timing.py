@@ -37,7 +37,7 @@ class Times(NamedTuple):
 
 
 def buffers_needed(bytes_a_call: int) -> int:
-    """Sets of buffers whose rotation passes through four times the L2 cache, 256 at most."""
+    """Return how many sets of buffers have four times the bytes of the L2 cache, at least 2 and at most 256."""
     return max(2, min(256, -(-4 * L2_BYTES // bytes_a_call)))
 
 
@@ -47,7 +47,7 @@ def launches_of_graph(bytes_a_call: int) -> int:
 
 
 def in_turns(timers: Sequence[Timer], seconds: float | None = None) -> list[Times | Exception]:
-    """The times of each, or what it raised: one that fails leaves the others alone."""
+    """Return the times of each, or what it raised: one that fails leaves the others alone."""
     seconds = SECONDS if seconds is None else seconds
     times: list[list[float]] = [[] for _ in timers]
     failed: dict[int, Exception] = {}
@@ -70,7 +70,7 @@ def in_turns(timers: Sequence[Timer], seconds: float | None = None) -> list[Time
 
 
 def cupy_timer(calls: Sequence[Call], rounds: int) -> Timer:
-    """A graph of so many rounds of the calls."""
+    """Return a CUDA graph of so many rounds of the calls."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -95,7 +95,7 @@ def cupy_timer(calls: Sequence[Call], rounds: int) -> Timer:
 
 
 def rounds_of(calls: Sequence[Call], rounds: int) -> list[Any]:
-    """The results of so many rounds of the calls, the last of each."""
+    """Return the results of so many rounds of the calls, the last of each."""
     kept: list[Any] = [None] * len(calls)
     for _ in range(rounds):
         for index, call in enumerate(calls):

@@ -185,7 +185,7 @@ def _fails(text: str, status: int = 1) -> int:
 
 
 def _why_not_written() -> str:
-    """Why tables cannot be kept; empty if they can."""
+    """Return why tables cannot be kept; empty if they can."""
     try:
         folder = cache_directory() / "tables"
     except FileNotFoundError as error:
@@ -214,7 +214,7 @@ class _ModelError(Exception):
 
 
 def _of_model(name: str) -> list[Problem]:
-    """The problems of the calls that a function makes, each once."""
+    """Return the problems of the calls that a function makes, each once."""
     package, _, function = name.partition(":")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves memory to the search
     with recorded() as problems:
@@ -239,7 +239,7 @@ def _of_model(name: str) -> list[Problem]:
 
 
 def task_of(problem: Problem, gpu: device.Device) -> Task | None:
-    """What there is to search for; None where no table may answer the problem, or its rows have one launch."""
+    """Return what there is to search for; None where no table may answer the problem, or its rows have one launch."""
     spec = choose(problem, gpu)
     # Rows at odd addresses take what was measured of others, and those on fewer SMs what was measured on all.
     if not isinstance(spec, NormSpec) or not spec.aligned or problem.sm_margin:
@@ -316,7 +316,7 @@ def keep(path: Path, gpu: device.Device, task: Task | LinearTask, found: Any) ->
 
 
 def _path(gpu: device.Device) -> Path:
-    """The user's table of such GPUs, there or to be made."""
+    """Return the path of the user's table of such GPUs, whether it is there or is to be made."""
     folder = cache_directory() / "tables"
     existing = (path for path, _ in tables.tables_of(gpu) if path.parent == folder)
     return next(existing, folder / f"sm_{gpu.arch}_{gpu.bandwidth / gpu.sms:.1f}_gbs.json")

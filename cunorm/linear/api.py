@@ -103,7 +103,7 @@ def layer_norm_linear_forward(
     normalization: str = "LayerNorm",
     zero_centered_gamma: bool = False,
 ) -> tuple[Array, Any, Array]:
-    """`layer_norm_linear` with what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
+    """Return `layer_norm_linear` and what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
 
     Parameters and errors as in `layer_norm_linear`.
 

@@ -124,7 +124,10 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> OtherPlan
 
 
 def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
-    """About MOST_THREADS on an SM, in one CTA, or in several of different clusters, so that partial rows are few."""
+    """Return the kernel that casts rows.
+
+    An SM has about MOST_THREADS, in one CTA, or in several of different clusters, so that partial rows are few.
+    """
     itemsize, vector_cols = ITEMSIZE[problem.dtype], vector_cols_of(problem.dtype)
     streamed = CastRows(
         problem.dtype,
@@ -181,7 +184,7 @@ def _row_shape(cols: int, vector_cols: int, device: Device, totals: bool) -> Row
 
 @lru_cache(maxsize=4096)
 def plan_columns(problem: ColumnsProblem, device: Device) -> OtherPlan:
-    """Likewise."""
+    """Return the plan of a problem with at least one row and column."""
     aligned = problem.aligned and (problem.rows == 1 or problem.stride * ITEMSIZE[problem.dtype] % 16 == 0)
     # A thread has 64 bytes under way. With 64 registers each what is shifted spills, and what is normalised elsewhere.
     four = aligned and (problem.operation is None or (device.arch == 90 and problem.affine_aligned))
@@ -213,7 +216,7 @@ def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, til
 
 @lru_cache(maxsize=4096)
 def plan_product(problem: ProductProblem, device: Device) -> OtherPlan:
-    """Likewise."""
+    """Return the plan of a problem with at least one row and column."""
     vector_cols = vector_cols_of(problem.dtype)
     whole = problem.cols % max(vector_cols, 16 // ITEMSIZE[problem.y]) == 0 or problem.rows == 1
     spec = ScaleProduct(problem.dtype, problem.y, problem.bias, problem.aligned and whole, problem.aligned)

@@ -114,7 +114,7 @@ def _spread(spec: NormSpec, cluster: int, threads: int) -> Iterator[Launch]:
 
 
 def _iteration_bytes(spec: NormSpec) -> int:
-    """Bytes of the rows that an SM has at once, of every matrix that is read."""
+    """Return the bytes of the rows that an SM has at once, of every matrix that is read."""
     shape = spec.shape
     values = shape.threads * shape.vectors * shape.vector_cols * spec.rows_per_cta * spec.ctas_per_sm
     return values * sum(matrix.itemsize for matrix in spec.matrices)

@@ -495,7 +495,7 @@ def sources(gradients: Iterable[str]) -> tuple[str, ...]:
 
 
 def row_bytes(problem: Problem) -> int:
-    """Bytes of a row of all matrices that are read."""
+    """Return the bytes of a row of all matrices that are read."""
     return problem.cols * sum(matrix.itemsize for matrix in problem.operands.full_matrices)
 
 

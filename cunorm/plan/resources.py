@@ -135,22 +135,22 @@ def ctas_by_registers(spec: NormSpec, registers: int, most: int = 1536) -> int:
 
 
 def registers_per_thread(threads: int) -> int:
-    """Registers per thread when `threads` threads are resident on one SM, whose four parts have 16 K each."""
+    """Return the registers of a thread if so many threads are resident on an SM, whose four parts have 16 K each."""
     return min(255, 16384 // (ceil_div(threads, 4 * WARP) * WARP) // 8 * 8)
 
 
 def column_bytes(problem: Problem, shape: RowShape) -> int:
-    """Bytes of weight and bias for the columns of a thread."""
+    """Return the bytes of weight and bias for the columns of a thread."""
     return shape.vectors * shape.vector_cols * sum(column.itemsize for column in problem.operands.columns)
 
 
 def widest_column(spec: NormSpec) -> int:
-    """Bytes of an element of weight or bias, whichever is wider; 0 without them."""
+    """Return the bytes of an element of weight or bias, whichever is wider; 0 without them."""
     return max((column.itemsize for column in spec.columns), default=0)
 
 
 def words_to_shift(spec: NormSpec) -> int:
-    """Registers in which a thread shifts a vector of the widest array at an odd address, besides the vector itself."""
+    """Return the registers, besides a vector's own, by which a thread shifts a vector of the widest array."""
     width = max(operand.itemsize for operand in spec.operands if operand.kind in ("full", "column", "group"))
     return spec.shape.vector_cols * width // 4
 
@@ -191,12 +191,12 @@ def with_rows_in_registers(spec: NormSpec, device: Device) -> NormSpec:
 
 
 def working_of_shifted(norm: Norm) -> int:
-    """Registers of a forward kernel in clusters besides weight, bias and the row, which ends within a vector."""
+    """Return the registers of a forward kernel in clusters besides weight, bias and a row that ends within a vector."""
     return 64 if norm.subtracts_mean else 48
 
 
 def registers_of_one_iteration(spec: NormSpec) -> int:
-    """Registers of a backward kernel that has one iteration, in which it keeps its row and weight.
+    """Return the registers of a backward kernel that has one iteration, in which it keeps its row and weight.
 
     With x, dy and a weight of 16 bits two vectors take 64, three 96 and five 160.
     """
@@ -328,7 +328,7 @@ THREE_STAGES = 52 << 10  # the most bytes of a stage, of all CTAs of an SM, for 
 
 
 def row_bytes_per_cta(shape: RowShape) -> int:
-    """Bytes of the part of a row that a CTA holds, of a matrix of the dtype of x."""
+    """Return the bytes of the part of a row that a CTA holds, of a matrix of the dtype of x."""
     return 16 * shape.threads * shape.vectors
 
 

@@ -79,8 +79,9 @@ FACTORS: dict[str, dict[str, tuple]] = {
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Of their kernels one for each kernel family, tier, CTA or cluster, and size of x: 16 bits, float32, float64. Of
-    those with scales the kind of scales takes the place of the tier.
+    """Return one of their kernels for each kernel family, tier, CTA or cluster, and size of x: 16, 32 and 64 bits.
+
+    For those with scales, the kind of scales takes the place of the tier.
     """
     kernels = {}
     for problem in problems:
@@ -93,8 +94,9 @@ def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def covering(device: Device) -> list[Problem]:
-    """For every tier: whole problems of each dtype at its longest row, many and few, and every pair of values of two
-    factors.
+    """Return problems that cover every tier and every pair of values of two factors.
+
+    Each tier has whole problems of each dtype at its longest row, with many rows and with few.
     """
     problems = []
     for direction in TABLES:
@@ -120,7 +122,7 @@ def covering(device: Device) -> list[Problem]:
 
 
 def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
-    """LayerNorm with a zero-centred weight, of rows that fill all places: few enough for a ring, and many."""
+    """Return LayerNorm with a zero-centred weight, of rows that fill all places: few enough for a ring, and many."""
     return [
         plain("layer_norm", "forward", rows, of_tier[-1], "bfloat16", dtype, dtype, zero_centered_gamma=True)
         for of_tier in lengths["bfloat16"].values()
@@ -130,7 +132,7 @@ def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> lis
 
 
 def _all_at_once(device: Device) -> list[Problem]:
-    """LayerNorm of three vectors a thread, of as many rows as run at once, if they have no turns."""
+    """Return LayerNorm of three vectors a thread, of as many rows as run at once."""
     return [
         whole("layer_norm", "forward", device.sms * (RESIDENT // threads), 3 * 8 * threads, dtype)
         for threads, dtype in product((128, 192, 256, 512), ("float16", "bfloat16"))
@@ -138,7 +140,7 @@ def _all_at_once(device: Device) -> list[Problem]:
 
 
 def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
-    """The forward pass with FP8 output: for every tier and granularity its shortest and longest row, many and few."""
+    """Return the forward pass with FP8 output, for every tier and granularity: its shortest and longest row."""
     problems = []
     for x, granularity in product(("float16", "bfloat16", "float32"), SCALES):
         e4m3, e5m2 = FLOAT8
@@ -156,7 +158,7 @@ CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000,
 
 
 def casts(device: Device) -> list[OtherPlan]:
-    """What makes operands of products in 8 bits."""
+    """Return the plans that make operands of products in 8 bits."""
     plans = []
     for dtype, e4m3 in product(("bfloat16", "float16", "float32"), (True, False)):
         name = tuple(FLOAT8)[not e4m3]
@@ -189,7 +191,7 @@ def casts(device: Device) -> list[OtherPlan]:
 
 
 def named_fusions() -> list[Problem]:
-    """Of every named function over fused operations the passes of many rows and of few, in short and long rows.
+    """Return of every named function over fused operations the passes of many rows and of few, in short and long rows.
 
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
@@ -223,7 +225,7 @@ def named_fusions() -> list[Problem]:
 
 
 def numbers_of_rows() -> list[Problem]:
-    """An expression that takes a number for each row before the norm and one after it, and one for many rows."""
+    """Return the passes of expressions that take a number for each row before the norm and after it."""
     epilogue = trace(lambda xhat, weight, route: route * xhat * weight)
     problems = []
     for norm in OPS:
@@ -239,7 +241,7 @@ def numbers_of_rows() -> list[Problem]:
 
 
 def fused_float8() -> list[Problem]:
-    """Fused operations with FP8 output: of a sum, of vectors for groups, and of a matrix beside xhat."""
+    """Return fused operations with FP8 output: of a sum, of vectors for groups, and of a matrix beside xhat."""
     problems = []
     for function in ("add_layer_norm", "add_rms_norm", "layer_norm_modulate", "rms_norm_gated"):
         operation = FUSIONS[function]()
@@ -262,7 +264,7 @@ def fused_float8() -> list[Problem]:
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
-    """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole vectors.
+    """Return up to seven lengths of rows that each tier takes on a device: shortest, longest, odd ones, whole vectors.
 
     None stands for rows that are streamed.
     """
@@ -287,12 +289,12 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
 
 
 def orthogonal_array() -> list[tuple[int, ...]]:
-    """49 rows of eight levels, 0 to 6: any two columns hold every pair of levels once (Bose, 1938)."""
+    """Return 49 rows of eight levels, 0 to 6: any two columns hold every pair of levels once (Bose, 1938)."""
     return [(j, *((i + factor * j) % LEVELS for factor in range(LEVELS))) for i, j in product(range(LEVELS), repeat=2)]
 
 
 def _spread(lengths: list[int]) -> list[int]:
-    """The first, the last and those between at equal steps."""
+    """Return the first, the last and those between at equal steps."""
     last = len(lengths) - 1
     return [lengths[index] for index in sorted({last * level // (LEVELS - 1) for level in range(LEVELS)})]
 
@@ -308,7 +310,7 @@ def _mixed(
     zero_centered_gamma: bool,
     **factors: Any,
 ) -> Problem:
-    """A problem of such factors without what it cannot have: a bias in rms_norm, zero-centring without a weight."""
+    """Return a problem of such factors, without a bias in rms_norm and zero-centring without a weight."""
     if op == "rms_norm" and direction == "forward":
         factors["bias"] = None
     elif op == "rms_norm":

@@ -133,7 +133,7 @@ VIEWED = {
 
 
 def float8(cols: int, dtype: str, granularity: str | int, device: Any = SMALL, rows: int = 3) -> Any:
-    """A norm with FP8 output as test_float8.py runs it."""
+    """Return a norm with FP8 output as test_float8.py runs it."""
     return lambda monkeypatch, machine: test_float8.check_on_stand_in(
         monkeypatch, test_float8.Run(rows, cols, dtype, device, ""), granularity, machine
     )
