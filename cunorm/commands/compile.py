@@ -232,7 +232,7 @@ class _NoBar:
 
 @contextmanager
 def progress(total: int, unit: str = " kernels") -> Iterator[Any]:
-    """Return a progress bar on a terminal, where tqdm is installed."""
+    """Yield a progress bar, on a terminal where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
