@@ -150,7 +150,7 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
 def _block(
     spec: KernelSpec, sizes: tuple[int, ...], scalars: int, integers: int, device_id: int, thread: int
 ) -> tuple[Write, int]:
-    """Return `pack(*integers, *pointers, *scalars)` and the address of the list of a kernel's arguments.
+    """Return `pack(*integers, *pointers, *scalars)`, and the address of the list of the addresses that it writes to.
 
     Pointers and matrices have `sizes` bytes. All launches of a kernel by a thread share the block of memory, as the
     driver copies the arguments when it is called.

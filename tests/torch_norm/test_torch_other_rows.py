@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch_stand_in  # noqa: E402
 
+import cunorm  # noqa: E402
 from cunorm.call import recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
 from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
@@ -125,6 +126,15 @@ def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
         monkeypatch.setattr(recipe, function, lambda *_, **__: pytest.fail("made again"))
     for rows in (3000, 2, 40_000):
         both_passes(runs, name, rows)
+
+
+def test_a_recipe_follows_from_that_of_other_rows(monkeypatch, runs):
+    """Calls that return statistics are not remembered, and ask for a recipe each time, as operators do."""
+    cunorm.layer_norm_forward(tensor(5, COLS), None, tensor(COLS))
+    monkeypatch.setattr(launching, "_forward_recipe", lambda *_: pytest.fail("made again"))
+    for rows in (3000, 2, 40_000):
+        y, mean, _ = cunorm.layer_norm_forward(tensor(rows, COLS), None, tensor(COLS))
+        assert (y.shape, mean.shape, runs.plans[-1].problem.rows) == ((rows, COLS), (rows,), rows)
 
 
 @pytest.mark.parametrize("weight", [[1.0] * COLS, "ones", 1.0])

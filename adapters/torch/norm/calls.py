@@ -184,7 +184,7 @@ def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
 def family_of_rows(like: Family, shape: tuple[int, ...]) -> Family:
     """Return the Family of calls that differ from those of another in their number of rows alone, with x of `shape`."""
     before, shape = like.layouts["x"].shape, tuple(shape)
-    # Of matrices, and of numbers for rows.
+    # Matrices have the shape of x, and numbers for rows have it without the columns.
     moved = {old: (new, gpu.strides(new)) for old, new in ((before, shape), (before[:-1], shape[:-1]))}
     layouts = {
         name: Layout(*moved[layout.shape], layout.dtype, layout.device) if layout.shape in moved else layout

@@ -114,15 +114,15 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
     key = (aligned, sm_margin, out_strides, *tensor_layouts)
     recipe = call.recipes.get(key)
     if recipe is None:
-        form = ("forward", call, sm_margin, aligned)
-        like = known_form(form, tensors) if out is None and call.store is None else None
+        form = ("forward", call, sm_margin, aligned) if out is None and call.store is None else None
+        like = known_form(form, tensors) if form else None
         if like is not None:
             recipe = forward_of_rows(like, tensors[0].shape)
         else:
             recipe = _forward_recipe(call, tensors, layouts_of(call, tensors), sm_margin, aligned)
             if out is not None:
                 recipe = _writing_to(recipe, call.function, "y", out)
-            elif call.store is None and serves_any_rows(recipe):
+            elif form and serves_any_rows(recipe):
                 remember_form(form, tensors, recipe)
         keep(call.recipes, key, recipe)
     return recipe
